@@ -1,0 +1,19 @@
+"""Logging: one logger tree, `obelisk.*`, on standard error, at the level that `settings` names."""
+
+from __future__ import annotations
+
+import logging
+
+from obelisk.base.settings import settings
+
+
+def logger(name: str) -> logging.Logger:
+    """The logger of one package, for example `logger("search")`."""
+    root = logging.getLogger("obelisk")
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("obelisk %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)
+        level = logging.getLevelName(settings().log_level.upper())
+        root.setLevel(level if isinstance(level, int) else logging.WARNING)
+    return root.getChild(name)
