@@ -1,0 +1,63 @@
+# Every target sets up what it needs: a virtual environment in .venv, made once, from the locked versions.
+# `make demo` and `make test` are all a newcomer needs; `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+BASE := $(VENV)/.stamp-base
+TORCH := $(VENV)/.stamp-torch
+WORKERS ?= 2
+
+.PHONY: help demo test lint bench fuzz lock clean
+
+help:
+	@echo "make demo   superoptimize an attention on this CPU and show the result"
+	@echo "make test   lint, types, layers and the whole test suite"
+	@echo "make lint   only the static checks"
+	@echo "make bench  every named program against numpy, torch eager, torch.compile and SDPA"
+	@echo "make fuzz   200 random small graphs with a new seed"
+	@echo "make lock   write the lock files anew from the newest versions that pyproject.toml allows"
+	@echo "make clean  remove the environment and all caches of this checkout"
+
+$(BASE): requirements.lock pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "obelisk needs Python 3.11 or newer; name one with: make PYTHON=python3.11 ..."; exit 2; }
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing the locked requirements"
+	$(PIP) install -r requirements.lock
+	$(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(TORCH): $(BASE) requirements-torch.lock
+	@echo "installing torch, to compare with (the tests that need it are skipped where it cannot be had)"
+	$(PIP) install -r requirements-torch.lock || echo "torch could not be installed; going on without it"
+	@touch $@
+
+demo: $(BASE)
+	@$(BIN)/obelisk optimize gqa --device cpu --budget 60s
+
+test: $(TORCH) lint
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(BASE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(TORCH)
+	$(BIN)/obelisk bench --json bench/results/cpu.json
+
+fuzz: $(BASE)
+	$(BIN)/python -m tests.fuzz --seed $$(date +%s) --count 200
+
+lock:
+	$(PYTHON) -m venv --clear .lock-venv
+	.lock-venv/bin/pip install --quiet setuptools ".[dev]"
+	( echo "# Exact versions of everything but torch; written from a fresh environment by \`make lock\`."; \
+	  .lock-venv/bin/pip freeze --all | grep -vE '^(#|-e|obelisk|torch==|pip==)' ) > requirements.lock
+	rm -rf .lock-venv
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
