@@ -152,7 +152,8 @@ class _Loop(Generic[V]):
         if node.op is Op.LOAD:
             self.values[node] = self.load(node, iteration)
             return
-        args = [self.values[i] for i in node.inputs]
+        # An extent is known before the loop, though the value it names may exist only inside it.
+        args = [] if node.op is Op.SIZE else [self.values[i] for i in node.inputs]
         if node.op is Op.RUNNING_MAX:
             old = self.state.get(node)
             self.values[node] = args[0] if old is None else self.algebra.maximum(old, args[0])
