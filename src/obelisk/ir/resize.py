@@ -1,0 +1,238 @@
+"""The same structure at other sizes: shrinking programs and candidates for the judges.
+
+`resize` rebuilds a graph for other input shapes, grids and loop counts. Attributes that hold
+extents (the columns a reduction keeps, the target of a reshape or broadcast, the ends of a slice,
+an iota) are re-derived where the structure says how, else through `sizes`, a map from old extents
+to new ones. The result is checked like any other graph, so a choice that does not fit raises;
+callers try several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from obelisk.base.errors import MalformedGraph, ShapeError
+from obelisk.ir import build as b
+from obelisk.ir.block import BlockGraph, Store, block_graph
+from obelisk.ir.dims import DimClass, dim_classes, reshape_groups, shrink_shapes, sizes_for
+from obelisk.ir.graph import Graph, make_graph
+from obelisk.ir.node import Node, Shape, make, topological
+from obelisk.ir.op import (
+    Attrs,
+    BlockAttrs,
+    BroadcastAttrs,
+    ElemAttrs,
+    InputAttrs,
+    IotaAttrs,
+    LoadAttrs,
+    Op,
+    ReduceAttrs,
+    ReshapeAttrs,
+    SizeAttrs,
+    SizeScope,
+    SliceAttrs,
+    ThreadAttrs,
+)
+from obelisk.ir.thread import ThreadGraph, thread_graph
+
+__all__ = ["DimClass", "blocks_of", "dim_classes", "resize", "shrink_shapes", "sizes_for"]
+
+
+def resize(
+    graph: Graph,
+    shapes: Sequence[Shape],
+    grids: Mapping[BlockGraph, tuple[int, ...]] | None = None,
+    loops: Mapping[BlockGraph, int] | None = None,
+    sizes: Mapping[int, int] | None = None,
+) -> Graph:
+    """`graph` rebuilt for inputs of `shapes` (same ranks, one per input).
+
+    `grids` and `loops` give the grid and loop count of each block graph of `graph`, by the old
+    block; those not named keep theirs. `sizes` maps old extents in attributes to new ones. Raises
+    `ShapeError` or `MalformedGraph` when the result is not well formed or an attribute's new extent
+    is ambiguous.
+    """
+    if len(shapes) != len(graph.inputs):
+        raise ShapeError(f"{graph.name} has {len(graph.inputs)} inputs, {len(shapes)} shapes given")
+    work = _Resizer(grids or {}, loops or {}, sizes or {})
+    new: dict[Node, Node] = {}
+    for node, shape in zip(graph.inputs, shapes, strict=True):
+        new[node] = _resize_input(node, tuple(shape))
+    for node in graph.nodes:
+        if node not in new:
+            new[node] = work.rebuild(node, [new[i] for i in node.inputs])
+    return make_graph(
+        [new[i] for i in graph.inputs],
+        [new[o] for o in graph.outputs],
+        graph.input_names,
+        graph.output_names,
+        graph.name,
+    )
+
+
+def _resize_input(node: Node, shape: Shape) -> Node:
+    at: InputAttrs = node.attrs
+    if len(shape) != node.rank:
+        raise ShapeError(f"input {at.index} has rank {node.rank}, the new shape is {shape}")
+    return b.input_node(at.index, shape, at.dtype, _dense_like(at.strides, shape))
+
+
+def _dense_like(strides: Shape | None, shape: Shape) -> Shape | None:
+    """Dense strides for `shape` whose dims are nested in the order of `strides`; a stride of 0
+    stays.
+    """
+    if strides is None:
+        return None
+    out = [0] * len(shape)
+    step = 1
+    for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+        if strides[d]:
+            out[d] = step
+            step *= shape[d]
+    return tuple(out)
+
+
+class _Resizer:
+    """Rebuilds nodes bottom-up; blocks and thread graphs once per operand shapes."""
+
+    def __init__(
+        self,
+        grids: Mapping[BlockGraph, tuple[int, ...]],
+        loops: Mapping[BlockGraph, int],
+        sizes: Mapping[int, int],
+    ) -> None:
+        self.grids, self.loops, self.sizes = grids, loops, sizes
+        self.blocks: dict[tuple[BlockGraph, tuple[Shape, ...]], BlockGraph] = {}
+        self.threads: dict[tuple[ThreadGraph, tuple[Shape, ...], int], ThreadGraph] = {}
+
+    def rebuild(self, node: Node, args: Sequence[Node], loop: int = 1) -> Node:
+        """The node on new operands, at kernel, block (`loop`: its new loop count) or thread
+        level.
+        """
+        attrs: Attrs = node.attrs
+        shapes = tuple(a.shape for a in args)
+        match node.op:
+            case Op.BLOCK:
+                attrs = BlockAttrs(self.block(node.attrs.block, shapes), node.attrs.result)
+            case Op.THREAD:
+                thread = self.thread(node.attrs.thread, shapes, loop)
+                attrs = ThreadAttrs(thread, node.attrs.result)
+            case Op.SIZE:
+                at: SizeAttrs = node.attrs
+                attrs = replace(at, loop=loop) if at.scope is SizeScope.LOOP else at
+            case Op.SUM | Op.REDUCE_MAX:
+                attrs = self.reduction(node.attrs)
+            case Op.IOTA:
+                extents = tuple(self.extent(n) for n in node.attrs.shape)
+                attrs = IotaAttrs(extents, node.attrs.axis)
+            case Op.RESHAPE:
+                attrs = ReshapeAttrs(self.reshape(node, shapes[0]))
+            case Op.BROADCAST:
+                attrs = BroadcastAttrs(self.broadcast(node, shapes[0]))
+            case Op.SLICE:
+                attrs = self.slice(node, shapes[0])
+        return make(node.op, tuple(args), attrs)
+
+    def extent(self, n: int) -> int:
+        return self.sizes.get(n, n)
+
+    def reduction(self, at: ReduceAttrs) -> ReduceAttrs:
+        return ReduceAttrs(at.axis, 1 if at.keep == 1 else self.extent(at.keep))
+
+    def reshape(self, node: Node, new: Shape) -> Shape:
+        """The target extents, group by group of dims that split and merge among themselves."""
+        old, target = node.inputs[0].shape, node.shape
+        out: list[int] = []
+        for ins, outs in reshape_groups(old, target):
+            total = prod(new[d] for d in ins)
+            extents = [target[d] for d in outs]
+            if len(outs) == 1:
+                out.append(total)
+                continue
+            if [old[d] for d in ins] == [new[d] for d in ins] and not any(
+                n in self.sizes for n in extents
+            ):
+                out += extents
+                continue
+            fixed = {k: self.sizes[n] for k, n in enumerate(extents) if n in self.sizes}
+            fixed |= {k: 1 for k, n in enumerate(extents) if n == 1}
+            free = [k for k in range(len(extents)) if k not in fixed]
+            rest = prod(fixed.values())
+            if len(free) > 1 or total % rest or (not free and total != rest):
+                raise ShapeError(
+                    f"reshape of {old} to {target}: {total} elements cannot be split into the new "
+                    f"extents of {tuple(extents)} without more sizes"
+                )
+            for k in free:
+                fixed[k] = total // rest
+            out += [fixed[k] for k in range(len(extents))]
+        return tuple(out)
+
+    def broadcast(self, node: Node, new: Shape) -> Shape:
+        old, target = node.inputs[0].shape, node.shape
+        pad = len(target) - len(old)
+        return tuple(
+            new[d - pad] if d >= pad and old[d - pad] == n else self.extent(n)
+            for d, n in enumerate(target)
+        )
+
+    def slice(self, node: Node, new: Shape) -> SliceAttrs:
+        at: SliceAttrs = node.attrs
+        before, after = node.inputs[0].shape[at.axis], new[at.axis]
+
+        def end(n: int) -> int:
+            if n in (0, before):
+                return 0 if n == 0 else after
+            if n in self.sizes:
+                return self.sizes[n]
+            if n * after % before:
+                raise ShapeError(
+                    f"slice {at.start}:{at.stop} of extent {before}: its place in extent {after} "
+                    "is ambiguous; name it in sizes"
+                )
+            return n * after // before
+
+        return SliceAttrs(at.axis, end(at.start), end(at.stop))
+
+    def block(self, old: BlockGraph, shapes: tuple[Shape, ...]) -> BlockGraph:
+        key = (old, shapes)
+        if key in self.blocks:
+            return self.blocks[key]
+        grid, loop = self.grids.get(old, old.grid), self.loops.get(old, old.loop)
+        if len(grid) != len(old.grid):
+            raise MalformedGraph(f"new grid {grid} for a block with {len(old.grid)} grid axes")
+        new: dict[Node, Node] = {}
+        for node in old.body:
+            if node.op is Op.LOAD:
+                at: LoadAttrs = node.attrs
+                attrs = replace(at, full=shapes[at.index], grid=grid, loop=loop)
+                new[node] = make(Op.LOAD, (), attrs)
+            else:
+                new[node] = self.rebuild(node, [new[i] for i in node.inputs], loop)
+        stores = tuple(Store(new[s.value], s.omap, s.fmap, s.reduce, s.dtype) for s in old.stores)
+        self.blocks[key] = block_graph(grid, loop, old.threads, stores)
+        return self.blocks[key]
+
+    def thread(self, old: ThreadGraph, shapes: tuple[Shape, ...], loop: int) -> ThreadGraph:
+        key = (old, shapes, loop)
+        if key not in self.threads:
+            new: dict[Node, Node] = {}
+            for node in old.body:
+                if node.op is Op.ELEM:
+                    at: ElemAttrs = node.attrs
+                    new[node] = make(Op.ELEM, (), replace(at, shape=shapes[at.index]))
+                else:
+                    new[node] = self.rebuild(node, [new[i] for i in node.inputs], loop)
+            self.threads[key] = thread_graph(tuple(new[r] for r in old.results), old.vector)
+        return self.threads[key]
+
+
+def blocks_of(graph: Graph) -> list[BlockGraph]:
+    """The distinct block graphs of a graph, in execution order."""
+    out: dict[BlockGraph, None] = {}
+    for node in topological(graph.outputs):
+        if node.op is Op.BLOCK:
+            out.setdefault(node.attrs.block)
+    return list(out)
