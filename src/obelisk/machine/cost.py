@@ -1,0 +1,253 @@
+"""The analytic cost of a program: what the search ranks by before anything is compiled.
+
+Takes a frozen `Graph` and a `Machine`; gives a `Cost`. Deterministic and pure: no timing, no
+device. The formula is in `docs/machine.md`; its aim is order, not seconds: a candidate that is
+clearly faster must not be ranked behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from obelisk.ir.block import BlockGraph
+from obelisk.ir.graph import VIEWS, Graph
+from obelisk.ir.node import Node
+from obelisk.ir.op import Op
+from obelisk.ir.table import TABLE, Kind
+from obelisk.machine import cpu, gpu
+from obelisk.machine.description import Machine, MachineKind
+from obelisk.machine.traffic import CACHE_SHARE, Operand, Traffic, launch_traffic, strides_of
+from obelisk.machine.work import Work, arithmetic, matmul_shape, work
+
+OVERLAP = (
+    0.2  # share of the smaller of memory and arithmetic time that does not hide behind the larger
+)
+_SOURCES = frozenset({Op.INPUT, Op.CONST, Op.SIZE, Op.IOTA})
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCost:
+    """One kernel's share.
+
+    Attributes:
+        name: what runs, for people.
+        seconds: of the whole launch.
+        memory_seconds, compute_seconds, launch_seconds: its parts (memory and arithmetic overlap).
+        bytes: between device memory and the chip.
+        flops: of products and elementwise code, tiles counted full.
+        blocks, waves: parallel parts, and rounds of them over the cores.
+    """
+
+    name: str
+    seconds: float
+    memory_seconds: float
+    compute_seconds: float
+    launch_seconds: float
+    bytes: float
+    flops: float
+    blocks: int
+    waves: int
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the time: "memory", "compute" or "launch"."""
+        parts = {
+            "memory": self.memory_seconds,
+            "compute": self.compute_seconds,
+            "launch": self.launch_seconds,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.seconds * 1e6:.2f} us, bound by {self.limit} "
+            f"(memory {self.memory_seconds * 1e6:.2f}, compute {self.compute_seconds * 1e6:.2f}, "
+            f"launch {self.launch_seconds * 1e6:.2f}), {self.bytes / 1e6:.3f} MB, "
+            f"{self.flops / 1e6:.2f} Mflop, {self.blocks} blocks in {self.waves} waves"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The predicted cost of a program.
+
+    Attributes:
+        seconds: the sum over its launches, which run one after the other.
+        launches: how many.
+        bytes: between device memory and the chip.
+        flops: arithmetic, tiles counted full.
+        waves: summed over the launches.
+        per_launch: the breakdown, in execution order.
+    """
+
+    seconds: float
+    launches: int
+    bytes: float
+    flops: float
+    waves: int
+    per_launch: tuple[LaunchCost, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.seconds * 1e6:.2f} us in {self.launches} launches, {self.bytes / 1e6:.3f} MB"
+        return "\n".join([head, *(f"  {c}" for c in self.per_launch)])
+
+
+def estimate(graph: Graph, machine: Machine) -> Cost:
+    """The predicted cost of `graph` on `machine`: each launch is a roofline with overheads;
+    launches
+    add up.
+
+    Tensors that an earlier launch made are read from the last cache where they fit half of it;
+    inputs come from device memory.
+    """
+    made: set[Node] = set()
+    parts = []
+    for launch in graph.launches():
+        operands = tuple(Operand(strides_of(n), _cached(n, made, machine)) for n in launch.inputs)
+        if launch.block is not None:
+            part = _block_cost(launch.block, operands, machine)
+        else:
+            part = _primitive_cost(launch.node, operands, machine)
+        parts.append(part)
+        made.update(launch.results)
+    return Cost(
+        seconds=sum(p.seconds for p in parts),
+        launches=len(parts),
+        bytes=sum(p.bytes for p in parts),
+        flops=sum(p.flops for p in parts),
+        waves=sum(p.waves for p in parts),
+        per_launch=tuple(parts),
+    )
+
+
+def _cached(node: Node, made: set[Node], machine: Machine) -> bool:
+    while node.op in VIEWS:
+        node = node.inputs[0]
+    return node in made and node.nbytes <= machine.last_cache / 2
+
+
+def _combine(memory: float, compute: float) -> float:
+    return max(memory, compute) + OVERLAP * min(memory, compute)
+
+
+def _memory_seconds(traffic: Traffic, rate: float, active: int, machine: Machine) -> float:
+    """Seconds to move a launch's bytes when `active` cores draw `rate` bytes per second from device
+    memory.
+    """
+    outer = machine.caches[-1] if machine.caches else None
+    cache_rate = outer.bandwidth * active if outer else rate
+    if machine.kind is MachineKind.CUDA:  # the last cache serves what memory does not, side by side
+        return max(traffic.memory / rate, (traffic.cache + traffic.memory) / cache_rate)
+    near = machine.cache(2)
+    near_rate = near.bandwidth * active if near else cache_rate
+    return traffic.memory / rate + traffic.cache / cache_rate + traffic.near / near_rate
+
+
+@lru_cache(maxsize=8192)
+def _block_cost(block: BlockGraph, operands: tuple[Operand, ...], machine: Machine) -> LaunchCost:
+    todo = work(block)
+    traffic = launch_traffic(block, operands, machine)
+    blocks = block.blocks
+    waves = -(-blocks // machine.cores)
+    active = min(blocks, machine.cores)
+    if machine.kind is MachineKind.CPU:
+        compute = waves * cpu.block_seconds(block, todo, operands, machine)
+        rate = min(machine.bandwidth, active * machine.core_bandwidth)
+    else:
+        compute, rate, waves = _cuda_parts(block, todo, active, machine)
+    memory = _memory_seconds(traffic, rate, active, machine)
+    launch = machine.launch_seconds if blocks > 1 or machine.kind is MachineKind.CUDA else 0.2e-6
+    grid = "x".join(map(str, block.grid))
+    return LaunchCost(
+        name=f"block grid={grid} loop={block.loop}",
+        seconds=_combine(memory, compute) + launch,
+        memory_seconds=memory,
+        compute_seconds=compute,
+        launch_seconds=launch,
+        bytes=traffic.memory,
+        flops=(todo.matmul_flops + todo.vector_flops) * blocks,
+        blocks=blocks,
+        waves=waves,
+    )
+
+
+def _cuda_parts(
+    block: BlockGraph, todo: Work, active: int, machine: Machine
+) -> tuple[float, float, int]:
+    """Compute seconds, achievable memory rate and waves of a launch on a GPU."""
+    resident = min(gpu.occupancy(block, machine).blocks, -(-block.blocks // machine.cores))
+    waves = -(-block.blocks // (machine.cores * resident))
+    busy, chain = gpu.block_seconds(block, todo, machine)
+    share = -(-block.blocks // machine.cores)
+    full = min(1.0, resident * block.threads / gpu.BUSY_THREADS)
+    compute = max(share * busy / full, waves * (chain + busy))
+    # Little's law: what an SM draws is what it keeps in flight over the latency; two tiles of a
+    # loop, or all of one.
+    flight = min(
+        resident * todo.tile_bytes * (2 if todo.iterations > 1 else 1), machine.shared_per_core
+    )
+    rate = min(machine.bandwidth, active * min(machine.core_bandwidth, flight / machine.latency))
+    return compute, max(rate, 1.0), waves
+
+
+@lru_cache(maxsize=8192)
+def _primitive_cost(node: Node, operands: tuple[Operand, ...], machine: Machine) -> LaunchCost:
+    """One operator as a kernel of its own: reads its operands, writes its result, spread over the
+    cores as it can.
+    """
+    last = machine.last_cache * CACHE_SHARE
+    memory_bytes = cache_bytes = 0.0
+    for source, operand in zip(node.inputs, operands, strict=True):
+        size = _storage_bytes(source)
+        cache_bytes += size if operand.cached else 0
+        memory_bytes += 0 if operand.cached else size
+    if machine.kind is MachineKind.CPU and node.nbytes <= last / 2:
+        cache_bytes += node.nbytes
+    else:
+        memory_bytes += node.nbytes
+    product, other, _ = arithmetic(node)
+    if machine.kind is MachineKind.CPU:
+        blocks = _cpu_parts(node)
+        active = min(blocks, machine.cores)
+        seconds = cpu.step_cycles(node, False, machine.lanes) / machine.clock
+        compute = seconds / active
+        rate = min(machine.bandwidth, active * machine.core_bandwidth)
+    else:
+        blocks = gpu.primitive_blocks(node, machine)
+        active = min(blocks, machine.cores)
+        compute = gpu.step_seconds(node, True, machine) / active + machine.latency
+        flight = 32768 if blocks >= machine.cores else 16384
+        rate = min(machine.bandwidth, active * flight / machine.latency)
+    memory = _memory_seconds(Traffic(memory_bytes, cache_bytes, 0.0, 0.0), rate, active, machine)
+    launch = machine.launch_seconds if blocks > 1 or machine.kind is MachineKind.CUDA else 0.2e-6
+    return LaunchCost(
+        name=f"{node.op.value} {node.dtype}{list(node.shape)}",
+        seconds=_combine(memory, compute) + launch,
+        memory_seconds=memory,
+        compute_seconds=compute,
+        launch_seconds=launch,
+        bytes=memory_bytes,
+        flops=product + other,
+        blocks=blocks,
+        waves=-(-blocks // machine.cores),
+    )
+
+
+def _storage_bytes(node: Node) -> int:
+    """Bytes that a kernel reads for an operand: a broadcast reads its source, constants and sizes
+    nothing.
+    """
+    while node.op is Op.BROADCAST:
+        node = node.inputs[0]
+    return 0 if node.op in _SOURCES - {Op.INPUT} else node.nbytes
+
+
+def _cpu_parts(node: Node) -> int:
+    """Independent parts of an operator's result that cores can share."""
+    if node.op is Op.MATMUL:
+        b, m, n, _ = matmul_shape(node)
+        return b * -(-m // cpu.ROWS) * -(-n // 64)
+    if TABLE[node.op].kind is Kind.REDUCE:
+        return max(1, min(node.elements, node.inputs[0].elements // 1024))
+    return max(1, node.elements // 1024)

@@ -1,0 +1,178 @@
+"""Bytes that a launch moves between device memory, caches and its blocks.
+
+Takes a block graph, the layouts of its operands and a machine; gives a `Traffic`. A tile that
+several blocks read is read from device memory once if the bytes touched between two reads of it fit
+a cache, else each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from obelisk.ir.block import BlockGraph, Reduce
+from obelisk.ir.build import row_major
+from obelisk.ir.node import Node
+from obelisk.ir.op import LoadAttrs, Op
+from obelisk.machine.description import Machine, MachineKind
+
+CACHE_SHARE = 0.75  # of a cache that one launch can count on
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A kernel tensor as a launch sees it.
+
+    Attributes:
+        strides: elements between neighbours, by dim (0: broadcast).
+        cached: an earlier launch of the same graph left it in the last cache.
+    """
+
+    strides: tuple[int, ...]
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes by where they come from.
+
+    Attributes:
+        memory: between device memory and the chip (reads and writes, whole cache lines).
+        cache: served by the last cache.
+        near: served by a core's own cache (CPU L2).
+        useful: bytes asked for, each element once.
+    """
+
+    memory: float
+    cache: float
+    near: float
+    useful: float
+
+
+@lru_cache(maxsize=16384)
+def strides_of(node: Node) -> tuple[int, ...]:
+    """Element strides of a kernel-level value: inputs as declared, views as they follow, everything
+    else row-major.
+    """
+    match node.op:
+        case Op.INPUT:
+            return node.attrs.strides or row_major(node.shape)
+        case Op.TRANSPOSE:
+            inner = strides_of(node.inputs[0])
+            return tuple(inner[p] for p in node.attrs.perm)
+        case Op.SLICE:
+            return strides_of(node.inputs[0])
+        case Op.BROADCAST:
+            source = node.inputs[0]
+            pad = node.rank - source.rank
+            inner = strides_of(source)
+            return (0,) * pad + tuple(
+                s if source.shape[d] == node.shape[d + pad] else 0 for d, s in enumerate(inner)
+            )
+    return row_major(node.shape)
+
+
+def run_length(tile: tuple[int, ...], full: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements of a tile that lie side by side in memory."""
+    run = 1
+    for s, t, n in sorted(zip(strides, tile, full, strict=True)):
+        if n == 1 or s == 0:
+            continue
+        if s != run:
+            break
+        run *= t
+        if t != n:
+            break
+    return run
+
+
+def line_factor(run_bytes: float, machine: Machine) -> float:
+    """Bytes moved per useful byte for runs of `run_bytes`: whole lines, and on a CPU the
+    prefetcher's ramp on short runs.
+    """
+    line = 64 if machine.kind is MachineKind.CPU else 32
+    lines = -(-int(max(run_bytes, 1)) // line) * line
+    factor = lines / max(run_bytes, 1)
+    if machine.kind is MachineKind.CPU:
+        factor *= 1 + 64 / max(run_bytes, 64)
+    return factor
+
+
+def _block_reads(block: BlockGraph) -> list[tuple[LoadAttrs, Node, float]]:
+    """Each load with the bytes one block reads through it."""
+    out = []
+    for load in block.loads:
+        at: LoadAttrs = load.attrs
+        times = at.loop if at.fmap is not None else 1
+        out.append((at, load, float(load.nbytes * times)))
+    return out
+
+
+def launch_traffic(block: BlockGraph, operands: tuple[Operand, ...], machine: Machine) -> Traffic:
+    """Traffic of a launch. `operands[i]` describes kernel tensor number i."""
+    reads = _block_reads(block)
+    per_block = sum(r for _, _, r in reads)
+    grid = block.grid
+    last = machine.last_cache * CACHE_SHARE
+    near_cache = machine.cache(2) if machine.kind is MachineKind.CPU else None
+    near_size = near_cache.size * CACHE_SHARE if near_cache else 0.0
+    params = block.info.params
+    unique_all = float(sum(_bytes(shape, dtype.bits) for shape, dtype in params))
+    memory = cache = near = useful = 0.0
+    seen: set[int] = set()
+    for at, load, _ in reads:
+        unique = _bytes(at.full, at.dtype.bits)
+        operand = operands[at.index]
+        mapped = {a for a, d in enumerate(at.imap) if d is not None}
+        total = float(unique)
+        for a, g in enumerate(grid):
+            if a not in mapped:
+                total *= g
+        run = run_length(load.shape, at.full, operand.strides) * at.dtype.nbytes
+        factor = line_factor(run, machine)
+        left = total
+        for a in reversed(range(len(grid))):
+            if a in mapped or grid[a] == 1:
+                continue
+            # Reads of this tile by the blocks of axis `a` lie this many bytes of other reads apart.
+            faster = 1
+            for g in grid[a + 1 :]:
+                faster *= g
+            apart = min(per_block * faster, unique_all)
+            again = left * (1 - 1 / grid[a])
+            if apart <= near_size:
+                near += again
+            elif apart <= last or unique_all <= last:
+                cache += again
+            else:
+                memory += again * factor
+            left -= again
+        useful += unique if at.index not in seen else 0
+        if operand.cached or (at.index in seen and unique_all <= last):
+            cache += left * factor
+        else:
+            memory += left * factor
+        seen.add(at.index)
+    for store, shape in zip(block.stores, block.info.shapes, strict=True):
+        size = _bytes(shape, store.dtype.bits)
+        useful += size
+        if store.reduce is not Reduce.NONE:
+            # Partial results go out and come back once per block along the folded axes.
+            folded = 1
+            for a, d in enumerate(store.omap):
+                folded *= grid[a] if d is None else 1
+            cache += 2.0 * size * folded
+        run = run_length(store.value.shape, shape, row_major(shape)) * store.dtype.nbytes
+        moved = size * line_factor(run, machine)
+        if size <= last / 2 and machine.kind is MachineKind.CPU:
+            cache += moved
+        else:
+            memory += moved
+    return Traffic(memory, cache, near, useful)
+
+
+def _bytes(shape: tuple[int, ...], bits: int) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return (n * bits + 7) // 8
