@@ -70,6 +70,17 @@ class Program:
         g.output(self.build(g, *inputs), name="out")
         return g.freeze()
 
+    def batch_of(self, graph: Graph) -> int:
+        """The batch at which this program's first batched input has the extent it has in `graph`.
+
+        1 where there is none: shapes are compared by whoever compares the graphs.
+        """
+        label, axis = self.batched[0]
+        position = list(self.shapes).index(label)
+        if position >= len(graph.inputs) or graph.inputs[position].rank <= axis:
+            return 1
+        return max(1, graph.inputs[position].shape[axis] // self.shapes[label][axis])
+
 
 def _scores(g: Any, q: Node, k: Node, v: Node) -> Node:
     """exp(q k) v, each row divided by its sum of exponentials."""
@@ -244,13 +255,8 @@ def program_of(graph: Graph) -> Program | None:
     program = PROGRAMS.get(graph.name)
     if program is None or len(graph.inputs) != len(program.shapes):
         return None
-    label, axis = program.batched[0]
-    position = list(program.shapes).index(label)
-    shape = graph.inputs[position].shape
-    if len(shape) <= axis:
-        return None
-    batch = shape[axis] // program.shapes[label][axis]
     dtype = graph.inputs[0].dtype
-    if batch < 1 or not dtype.is_float:
+    if not dtype.is_float:
         return None
+    batch = program.batch_of(graph)
     return program if program.graph(batch, dtype).digest == graph.digest else None

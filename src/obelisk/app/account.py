@@ -1,0 +1,106 @@
+"""From what the stages of one run said to its report: a row for every candidate.
+
+Takes candidates, verdicts, failures and measurements; gives `CandidateRow`s and `BaselineRow`s. It
+promises one row per candidate in the search's order and exactly one chosen row.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from obelisk.app.doctor import obelisk_version
+from obelisk.app.report import BaselineRow, CandidateRow
+from obelisk.machine import Machine
+from obelisk.search import Candidate
+from obelisk.tune import Measured, Status
+from obelisk.verify import Verdict
+
+MICRO = 1e6
+OP_BY_OP = "op_by_op"
+
+
+def candidate_rows(
+    candidates: Sequence[Candidate],
+    verdicts: Mapping[int, Verdict],
+    fallen: Mapping[int, tuple[str, str]],
+    measured: Mapping[int, Sequence[tuple[str, Measured | None]]],
+    chosen: int,
+) -> tuple[CandidateRow, ...]:
+    """`measured[i]` are the lowerings of candidate i: each one's options and what came of it."""
+    rows: list[CandidateRow] = []
+    for i, candidate in enumerate(candidates):
+        verdict = verdicts.get(i)
+        tried = measured.get(i, ())
+        best = _best([(name, m) for name, m in tried if m is not None])
+        status, reason = fallen.get(i, ("not tried", ""))
+        if best is not None:
+            status, reason = best[1].status.value, best[1].detail
+        rows.append(
+            CandidateRow(
+                index=i,
+                kernels=candidate.cost.launches,
+                bytes=int(candidate.cost.bytes),
+                predicted_us=candidate.cost.seconds * MICRO,
+                time_us=_micro(best[1].seconds) if best else None,
+                spread_us=_micro(best[1].spread) if best else None,
+                verdict=verdict.kind.value if verdict else "",
+                bound=verdict.bound if verdict else "",
+                status=status,
+                reason=reason,
+                variant=best[0] if best else "",
+                variants=len(tried),
+                chosen=i == chosen,
+                note=candidate.note,
+            )
+        )
+    return tuple(rows)
+
+
+def _best(tried: Sequence[tuple[str, Measured]]) -> tuple[str, Measured] | None:
+    """The fastest lowering that is right, else the first that is not."""
+    right = [(n, m) for n, m in tried if m.status is Status.OK and m.seconds is not None]
+    if right:
+        return min(right, key=lambda pair: pair[1].seconds or 0.0)
+    return tried[0] if tried else None
+
+
+def _micro(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * MICRO
+
+
+def baseline_rows(
+    own: Measured | None, why: str, others: Sequence[Measured], absent: Mapping[str, str]
+) -> tuple[BaselineRow, ...]:
+    """`own` are the program's op-by-op kernels (or `why` there are none), then the libraries."""
+    first = (
+        BaselineRow(OP_BY_OP, None, None, why or "not measured")
+        if own is None
+        else _row(OP_BY_OP, own)
+    )
+    rows = [first, *(_row(m.name, m) for m in others)]
+    rows += [BaselineRow(name, None, None, reason) for name, reason in absent.items()]
+    return tuple(rows)
+
+
+def _row(name: str, measured: Measured) -> BaselineRow:
+    if measured.status is not Status.OK or measured.seconds is None:
+        reason = f"{measured.status.value}: {measured.detail}".removesuffix(": ")
+        return BaselineRow(name, None, None, reason)
+    return BaselineRow(name, _micro(measured.seconds), _micro(measured.spread))
+
+
+def environment(machine: Machine, threads: int, compiler: str) -> dict[str, str]:
+    """What the times depend on, in words."""
+    caches = ", ".join(f"L{c.level} {c.size // 1024} KiB" for c in machine.caches)
+    return {
+        "obelisk": obelisk_version(),
+        "machine": f"{machine.title} ({machine.arch}), {machine.cores} cores, {caches}",
+        "threads": str(threads),
+        "compiler": compiler,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "system": platform.platform(),
+    }

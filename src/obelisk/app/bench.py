@@ -1,0 +1,165 @@
+"""`obelisk bench`: named programs, ours beside numpy, torch and the program's own kernels.
+
+Takes names; gives one row per program with medians and spreads of one run, in which all contenders
+of a program were measured in the same rounds, and the geometric mean of the ratios. It promises
+that ratios are against the best of the baselines that ran, and that those that did not are named.
+"""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+from obelisk.app.account import OP_BY_OP
+from obelisk.app.contenders import ALL
+from obelisk.app.pipeline import optimize
+from obelisk.app.programs import PROGRAMS, PUBLISHED, find_program
+from obelisk.app.report import Report
+from obelisk.base.errors import ObeliskError
+from obelisk.base.progress import Progress
+from obelisk.ir import DType
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One program's figures, in microseconds of one call.
+
+    Attributes:
+        program, batch, dtype: what was run.
+        report: the account of its optimization; None when it failed.
+        error: why it failed.
+    """
+
+    program: str
+    batch: int
+    dtype: str
+    report: Report | None
+    error: str = ""
+
+    @property
+    def time_us(self) -> float | None:
+        """Our time."""
+        return self.report.chosen.time_us if self.report else None
+
+    def baseline(self, name: str) -> float | None:
+        """A baseline's time, or None where it has none."""
+        if self.report is None:
+            return None
+        return next((b.time_us for b in self.report.baselines if b.name == name), None)
+
+    @property
+    def best_other(self) -> tuple[str, float] | None:
+        """The fastest of numpy and torch, or None when none ran."""
+        times = [(t, n) for n in ALL if (t := self.baseline(n)) is not None]
+        return (min(times)[1], min(times)[0]) if times else None
+
+    @property
+    def ratio(self) -> float | None:
+        """The best baseline's time over ours: above 1, ours is faster."""
+        other, own = self.best_other, self.time_us
+        return other[1] / own if other and own else None
+
+
+def run_bench(
+    names: Sequence[str] = (),
+    *,
+    batch: int = 1,
+    dtype: str | DType = DType.F32,
+    budget: float = 60.0,
+    seed: int = 0,
+    cache: bool = False,
+    progress: Progress | None = None,
+    each: Callable[[BenchRow], None] = lambda row: None,
+) -> list[BenchRow]:
+    """Optimize and time each program; `each` is called with a row as soon as it is known.
+
+    A program that fails is a row with its error. Raises `UnknownName` for a name that is not known.
+    """
+    programs = [find_program(name) for name in names or PROGRAMS]
+    rows: list[BenchRow] = []
+    for program in programs:
+        graph = program.graph(batch, dtype)
+        kind = graph.inputs[0].dtype.value
+        try:
+            best = optimize(
+                graph, budget=budget, seed=seed, cache=cache, baselines=ALL, progress=progress
+            )
+            row = BenchRow(program.name, batch, kind, best.report)
+        except ObeliskError as error:
+            row = BenchRow(program.name, batch, kind, None, f"{type(error).__name__}: {error}")
+        rows.append(row)
+        each(row)
+    return rows
+
+
+def geomean(values: Sequence[float]) -> float | None:
+    """Geometric mean of positive numbers; None of none."""
+    return exp(sum(map(log, values)) / len(values)) if values else None
+
+
+def summarise(rows: Sequence[BenchRow]) -> dict[str, Any]:
+    """Geometric means over all programs and over the published nine, and the worst ratio."""
+    ratios = {r.program: r.ratio for r in rows if r.ratio is not None}
+    nine = [ratio for name, ratio in ratios.items() if name in PUBLISHED]
+    own = [b / r.time_us for r in rows if r.time_us and (b := r.baseline(OP_BY_OP)) is not None]
+    return {
+        "geomean_all": geomean(list(ratios.values())),
+        "geomean_published": geomean(nine),
+        "worst": min(ratios.values(), default=None),
+        "geomean_over_op_by_op": geomean(own),
+    }
+
+
+def bench_json(rows: Sequence[BenchRow]) -> dict[str, Any]:
+    """The JSON form: what was run, when, with which command on which machine, and all reports."""
+    first = next((r.report for r in rows if r.report), None)
+    return {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "environment": dict(first.environment) if first else {},
+        "rows": [
+            {
+                "program": r.program,
+                "batch": r.batch,
+                "dtype": r.dtype,
+                "time_us": r.time_us,
+                "best_other": r.best_other[0] if r.best_other else None,
+                "ratio": r.ratio,
+                "error": r.error,
+                "report": r.report.to_json() if r.report else None,
+            }
+            for r in rows
+        ],
+        "summary": summarise(rows),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the source tree, with "+" when it was changed since; None outside a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder.parent))
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

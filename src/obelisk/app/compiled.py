@@ -1,0 +1,212 @@
+"""A compiled program: what `optimize` returns and users call.
+
+Takes numpy arrays or torch tensors, checks them against the program's signature, and runs the kernels
+on their memory without a copy. It promises a right answer or a `CallError`, results of the kind that
+was given, that calls from several threads at once do not share scratch memory, and an export that
+gives the same bits in another process on the same kind of machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from obelisk.app.calls import Signature, Tensor
+from obelisk.app.doctor import obelisk_version
+from obelisk.app.report import Report, render_html
+from obelisk.base.digest import digest
+from obelisk.base.errors import InternalError, ParseError, UserError
+from obelisk.base.log import logger
+from obelisk.base.settings import settings
+from obelisk.build.library import Library
+from obelisk.ir import Graph
+from obelisk.ir.text import parse, to_text
+from obelisk.ir.svg import to_svg
+from obelisk.machine import host
+from obelisk.verify import Verdict, VerdictKind
+
+FORMAT = 1
+_META, _LIBRARY, _SOURCE, _PROGRAM, _CHOSEN = (
+    "meta.json", "library.so", "source.c", "program.txt", "chosen.txt",
+)  # fmt: skip
+_ALIGNMENT = 64  # of the scratch area, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """Everything a compiled program consists of, as it is stored and exported.
+
+    Attributes:
+        program, graph: what was asked for, and what was chosen.
+        verdict: the judges' answer for `graph`.
+        source, library: the C text, and the shared object built from it.
+        scratch_bytes: scratch memory of one call.
+        threads: threads it was tuned for.
+        report: the account of the run.
+    """
+
+    program: Graph
+    graph: Graph
+    verdict: Verdict
+    source: str
+    library: bytes
+    scratch_bytes: int
+    threads: int
+    report: Report
+
+
+class Compiled:
+    """A callable program. Make one with `optimize` or `load`.
+
+    >>> best = optimize(g)            # doctest: +SKIP
+    >>> y = best(q, k, v)             # doctest: +SKIP
+    """
+
+    def __init__(self, artifact: Artifact, path: Path) -> None:
+        self._artifact = artifact
+        self._library = Library(path)
+        self._signature = Signature(artifact.program)
+        self._scratch: list[np.ndarray[Any, Any]] = []  # areas that no call is using
+
+    program = property(lambda self: self._artifact.program, doc="The program as it was given.")
+    graph = property(lambda self: self._artifact.graph, doc="The chosen graph.")
+    verdict = property(lambda self: self._artifact.verdict, doc="What the judges said of it.")
+    report = property(lambda self: self._artifact.report, doc="The account of the run.")
+    source = property(lambda self: self._artifact.source, doc="The generated C text.")
+    candidates = property(lambda self: self.report.candidates, doc="All that was looked at.")
+    baselines = property(
+        lambda self: {b.name: b.time_us for b in self.report.baselines},
+        doc="Median microseconds of one call, by name; `op_by_op` always.",
+    )
+
+    def __repr__(self) -> str:
+        return f"<Compiled {self._signature}: {self.report.sentence()}>"
+
+    def __call__(self, *tensors: Tensor, out: Tensor | None = None) -> Any:
+        """Run on one tensor per input; gives one tensor, or a tuple for several outputs.
+
+        `out` takes the results' place: tensors of the outputs' shapes and dtypes that share no memory
+        with an input. Raises `CallError` for what does not match; nothing has run then.
+        """
+        bound = self._signature.bind(tensors, out)
+        scratch = self._scratch.pop() if self._scratch else self._new_scratch()
+        try:
+            code = self._library.run(
+                bound.inputs, bound.outputs, scratch.ctypes.data, self._artifact.threads
+            )
+        finally:
+            self._scratch.append(scratch)
+        if code:
+            raise InternalError(f"{self._signature}: the kernel returned {code}")
+        return bound.results[0] if len(bound.results) == 1 else bound.results
+
+    def _new_scratch(self) -> np.ndarray[Any, Any]:
+        raw = np.empty(self._artifact.scratch_bytes + _ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        return raw[start : start + self._artifact.scratch_bytes + 1]
+
+    def html(self) -> str:
+        """The report as one self-contained page."""
+        return render_html(self.report, to_svg(self.graph), to_text(self.graph))
+
+    def save(self, path: str | Path) -> Path:
+        """Export to one file that `load` reads, also in another process; gives its path."""
+        target = Path(path)
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, data in pack(self._artifact).items():
+                file.writestr(name, data)
+        return target
+
+
+def pack(artifact: Artifact) -> dict[str, bytes]:
+    """An artifact as named files."""
+    meta = {
+        "format": FORMAT,
+        "version": obelisk_version(),
+        "arch": host().arch,
+        "features": sorted(host().features),
+        "digest": digest(artifact.library),
+        "scratch_bytes": artifact.scratch_bytes,
+        "threads": artifact.threads,
+        "verdict": verdict_to_json(artifact.verdict),
+        "report": artifact.report.to_json(),
+    }
+    return {
+        _META: json.dumps(meta, indent=1, sort_keys=True).encode(),
+        _PROGRAM: to_text(artifact.program).encode(),
+        _CHOSEN: to_text(artifact.graph).encode(),
+        _SOURCE: artifact.source.encode(),
+        _LIBRARY: artifact.library,
+    }
+
+
+def unpack(files: dict[str, bytes], where: str) -> Artifact:
+    """Read `pack` back; raises `ParseError` for what does not read, `UserError` for another machine."""
+    try:
+        meta = json.loads(files[_META])
+        if meta["format"] != FORMAT:
+            raise ParseError(f"{where}: format {meta['format']}, this version reads {FORMAT}")
+        library = files[_LIBRARY]
+        if digest(library) != meta["digest"]:
+            raise ParseError(f"{where}: the library in it is damaged: export it again")
+        machine = host()
+        lacks = set(meta["features"]) - set(machine.features)
+        if meta["arch"] != machine.arch or lacks:
+            raise UserError(
+                f"{where} was built for {meta['arch']} with {', '.join(meta['features'])}; this is "
+                f"{machine.arch} without {', '.join(sorted(lacks)) or 'that'}: optimize it here"
+            )
+        return Artifact(
+            program=parse(files[_PROGRAM].decode()),
+            graph=parse(files[_CHOSEN].decode()),
+            verdict=verdict_from_json(meta["verdict"]),
+            source=files[_SOURCE].decode(),
+            library=library,
+            scratch_bytes=int(meta["scratch_bytes"]),
+            threads=int(meta["threads"]),
+            report=Report.from_json(meta["report"]),
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise ParseError(f"{where} does not read as a compiled program: {error}") from error
+
+
+def materialise(artifact: Artifact) -> Compiled:
+    """Load the library from a file under its content digest, in the cache or, failing that, in temp."""
+    name = f"{digest(artifact.library)}.so"
+    folder = settings().cache_dir / "loaded"
+    try:
+        return Compiled(artifact, _place(folder, name, artifact.library))
+    except OSError as error:
+        spare = Path(tempfile.gettempdir()) / f"obelisk-{os.getuid()}"
+        logger("app").warning("cannot write %s (%s); using %s", folder, error.strerror, spare)
+        return Compiled(artifact, _place(spare, name, artifact.library))
+
+
+def _place(folder: Path, name: str, data: bytes) -> Path:
+    """A file with this content; another process may be writing the same one."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / name
+    if not path.is_file() or path.read_bytes() != data:
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
+            part.write(data)
+        Path(part.name).replace(path)
+    return path
+
+
+def load(path: str | Path) -> Compiled:
+    """Read what `Compiled.save` wrote; raises `ParseError` or `UserError` naming the file."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            files = {name: file.read(name) for name in file.namelist()}
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ParseError(f"{path} does not read as a compiled program: {error}") from error
+    return materialise(unpack(files, str(path)))

@@ -1,0 +1,392 @@
+"""`optimize`: cache, search, verify, lower, build, tune, cache, in this order and within a time limit.
+
+Takes a program; gives a `Compiled` whose report says what became of every candidate. It promises
+that the program's own kernels are always among what is built, that only what the judges accepted and
+the tuner found right can be the answer, that one bad candidate never ends a run, and that a time
+limit or Ctrl-C ends it with the best that is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from obelisk.app.account import baseline_rows, candidate_rows, environment
+from obelisk.app.compiled import Artifact, Compiled, materialise
+from obelisk.app.contenders import QUICK, contenders
+from obelisk.app.doctor import compiler_version
+from obelisk.app.loading import load_program
+from obelisk.app.report import Report, SearchRow, count_failures
+from obelisk.app.storage import fetch, keep, key_of
+from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError, UnknownName, UserError
+from obelisk.base.log import logger
+from obelisk.base.progress import Progress, Silent
+from obelisk.base.settings import settings
+from obelisk.build import Built, compile_c
+from obelisk.ir import Graph, KernelGraph
+from obelisk.lower.cpu import CpuModule, CpuOptions, lower_cpu, variants
+from obelisk.machine import Machine, MachineKind, find
+from obelisk.search import Budget, Candidate, SearchStats, Space, search
+from obelisk.tune import Measured, TuneItem, TuneReport, tune
+from obelisk.tune import Status as TuneStatus
+from obelisk.verify import Verdict, VerdictKind, verify
+
+# Shares of the time limit at whose end a stage must have ended. What one leaves, the next may use.
+SEARCH_ENDS, VERIFY_ENDS, BUILD_ENDS, TUNE_ENDS = 0.5, 0.7, 0.85, 0.97
+BUILD_SECONDS = 60.0  # time limit of one compiler run
+LEAST_SEARCH = 0.05
+GRACE = 5.0  # seconds that Ctrl-C leaves to judge, build and measure what is known
+LEAST_TUNING = 0.5  # seconds; below this nothing can be told apart
+MOST_ITEMS = 24  # lowered variants that are built for one program
+SPACE = Space()
+GOOD = (VerdictKind.PROVED, VerdictKind.TESTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `optimize` was asked for, checked."""
+
+    program: Graph
+    machine: Machine
+    budget: float
+    seed: int
+    cache: bool
+    verify_level: str
+    baselines: tuple[str, ...]
+    threads: int
+
+
+@dataclass(slots=True)
+class _Lowered:
+    """One lowering of one candidate, on its way to a library."""
+
+    candidate: int
+    options: CpuOptions
+    module: CpuModule
+    future: Future[Built]
+    measured: Measured | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.candidate}:{self.options}"
+
+
+def optimize(
+    program: Graph | KernelGraph | str,
+    *,
+    device: str = "cpu",
+    budget: float = 60.0,
+    seed: int = 0,
+    cache: bool = True,
+    verify_level: str = "full",
+    baselines: Sequence[str] = QUICK,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Compiled:
+    """The fastest kernels for a program that were found, judged equal and measured on this machine.
+
+    Args:
+        program: a graph, a builder, or what `obelisk optimize` takes: a name or a file.
+        device: "cpu", this machine.
+        budget: wall seconds for everything; it ends by a tenth more. Building the program's own
+            kernels is always finished, so a budget of a few seconds may be exceeded by that.
+        seed: of the search's and the tuner's random choices.
+        cache: look the program up first, and store the answer.
+        verify_level: "full" (small and full size) or "quick" (small sizes only).
+        baselines: what to measure beside it, of `contenders.ALL`; what is missing is said so.
+        threads: how many the kernels use; by default `OBELISK_THREADS`, else all cores.
+        progress: gets the counts of each stage.
+
+    Returns the program's own kernels when nothing beats them, and says so in its report. Raises
+    `UserError` for a wrong request and `Infeasible` or `BuildFailed` when not even the program's own
+    kernels can be made here.
+    """
+    if isinstance(program, str):
+        program = load_program(program)
+    graph = program.freeze() if isinstance(program, KernelGraph) else program
+    machine = find(device)
+    if machine.kind is not MachineKind.CPU or device not in ("cpu", "host"):
+        raise UnknownName(f"device {device!r}: code is emitted for cpu, this machine, so far")
+    if not budget > 0:
+        raise UserError(f"budget is {budget} s, expected more than 0")
+    if verify_level not in ("full", "quick"):
+        raise UnknownName(f"verify_level {verify_level!r}: known are full and quick")
+    count = threads or settings().threads
+    if count < 1:
+        raise UserError(f"threads is {count}, expected 1 or more")
+    request = Request(graph, machine, budget, seed, cache, verify_level, tuple(baselines), count)
+    return _Run(request, progress or Silent()).result()
+
+
+@dataclass
+class _Run:
+    """One run: what is known so far is state, so that Ctrl-C and errors lose nothing."""
+
+    request: Request
+    progress: Progress
+    begun: float = field(default_factory=time.monotonic)
+    limit: float = 0.0
+    candidates: list[Candidate] = field(default_factory=list)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    fallen: dict[int, tuple[str, str]] = field(default_factory=dict)  # candidate: status, reason
+    lowered: list[_Lowered] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    stages: dict[str, float] = field(default_factory=dict)
+    ready: list[tuple[_Lowered, Built]] = field(default_factory=list)
+    stats: SearchStats = field(default_factory=SearchStats)
+    interrupts: int = 0
+
+    def result(self) -> Compiled:
+        """Answer from the cache, or run the stages."""
+        request, started = self.request, self.begun
+        key = key_of(request) if request.cache else None
+        if key is not None and (hit := fetch(key)) is not None:
+            return hit
+        self.limit = request.budget
+        builders = ThreadPoolExecutor(max(1, settings().threads), "obelisk-build")
+        try:
+            artifact = self._stages(builders, started)
+        finally:
+            builders.shutdown(wait=False, cancel_futures=True)
+        if key is not None and not self.interrupts:
+            keep(key, artifact)
+        return materialise(artifact)
+
+    def left(self, share: float) -> float:
+        """Seconds until `share` of the time limit is spent."""
+        return self.begun + share * self.limit - time.monotonic()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage. Ctrl-C ends the stage, and leaves `GRACE` seconds for the later ones."""
+        begin = time.monotonic()
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._interrupt()
+        finally:
+            self.stages[name] = time.monotonic() - begin
+
+    def _interrupt(self) -> None:
+        self.interrupts += 1
+        self.begun, self.limit = time.monotonic(), GRACE / self.interrupts**3
+
+    def _stages(self, builders: ThreadPoolExecutor, started: float) -> Artifact:
+        program, machine = self.request.program, self.request.machine
+        self.candidates.append(Candidate(program, estimate(program, machine), "the program itself"))
+        self.verdicts[0] = itself()
+        self._lower(builders, 0, 0)  # compiled while the search runs
+        with self.stage("search"):
+            self._search()
+        with self.stage("verify"):
+            self._verify(builders)
+        with self.stage("build"):
+            self._build(builders)
+        tuned: TuneReport | None = None
+        absent: dict[str, str] = {}
+        with self.stage("tune"):
+            tuned, absent = self._tune()
+        if tuned is not None and tuned.interrupted:
+            self._interrupt()
+        return self._artifact(tuned, absent, time.monotonic() - started)
+
+    def _search(self) -> None:
+        request = self.request
+        found = search(
+            request.program,
+            request.machine,
+            space=SPACE,
+            budget=Budget(seconds=max(self.left(SEARCH_ENDS), LEAST_SEARCH)),
+            seed=request.seed,
+            progress=self.progress,
+        )
+        self.stats = found.stats
+        self.candidates.extend(found.candidates[1:])
+        if found.stats.stopped == "interrupted":
+            self._interrupt()
+
+    def _verify(self, builders: ThreadPoolExecutor) -> None:
+        """Judge the candidates in order of rank; start building each that passes."""
+        request = self.request
+        for i, candidate in enumerate(self.candidates[1:], 1):
+            if self.left(VERIFY_ENDS) <= 0 and any(j for j in self.verdicts):
+                break
+            counts = {"judged": i - 1, "of": len(self.candidates) - 1, **self._judged()}
+            self.progress.update("verify", counts)
+            try:
+                verdict = verify(
+                    request.program,
+                    candidate.graph,
+                    seed=request.seed,
+                    full_size=request.verify_level == "full" and i == 1,
+                )
+            except Exception as error:  # a judge that fails is no reason to lose the others
+                self._fell(i, "judge failed", error)
+                continue
+            self.verdicts[i] = verdict
+            if verdict.kind in GOOD:
+                self._lower(builders, i, 0)
+            else:
+                self.fallen[i] = (verdict.kind.value, verdict.witness or verdict.bound)
+                self.failures[verdict.kind.value] += 1
+
+    def _judged(self) -> dict[str, int]:
+        kinds = Counter(v.kind.value for i, v in self.verdicts.items() if i)
+        return {kind.value: kinds[kind.value] for kind in VerdictKind}
+
+    def _fell(self, candidate: int, status: str, error: Exception) -> None:
+        """Count a failure; the candidate's row shows the first one."""
+        self.failures[status] += 1
+        text = str(error) if isinstance(error, ObeliskError) else f"{type(error).__name__}: {error}"
+        self.fallen.setdefault(candidate, (status, text))
+        logger("app").info("candidate %d: %s: %s", candidate, status, text)
+
+    def _lower(self, builders: ThreadPoolExecutor, candidate: int, variant: int) -> bool:
+        """Lower one variant of a candidate and hand it to the builders; False when there is none."""
+        graph = self.candidates[candidate].graph
+        try:
+            options = variants(graph, self.request.machine)
+            if variant >= len(options):
+                return False
+            module = lower_cpu(graph, self.request.machine, options[variant])
+        except Infeasible as error:
+            self._fell(candidate, "infeasible", error)
+            return True
+        except Exception as error:  # a fault of the emitter costs this candidate, not the run
+            self._fell(candidate, "code generation failed", error)
+            return True
+        if any(known.module.digest == module.digest for known in self.lowered):
+            return True
+        future = builders.submit(compile_c, module.source, timeout=BUILD_SECONDS)
+        self.lowered.append(_Lowered(candidate, options[variant], module, future))
+        return True
+
+    def _build(self, builders: ThreadPoolExecutor) -> None:
+        """Add further lowerings while there is time, then wait for the compilers."""
+        good = [i for i, v in sorted(self.verdicts.items()) if v.kind in GOOD]
+        more, variant = list(good), 0
+        while more and len(self.lowered) < MOST_ITEMS and self.left(VERIFY_ENDS) > 0:
+            variant += 1
+            more = [
+                i
+                for i in more
+                if len(self.lowered) < MOST_ITEMS and self._lower(builders, i, variant)
+            ]
+        while self.left(BUILD_ENDS) > 0:
+            waiting = [item.future for item in self.lowered if not item.future.done()]
+            counts = {"done": len(self.lowered) - len(waiting), "of": len(self.lowered)}
+            self.progress.update("build", counts)
+            if not waiting:
+                break
+            wait_futures(waiting, timeout=min(0.2, max(self.left(BUILD_ENDS), 0.01)))
+
+    def _built(self) -> list[tuple[_Lowered, Built]]:
+        """The lowerings that became libraries; the others are counted by reason."""
+        out: list[tuple[_Lowered, Built]] = []
+        for item in self.lowered:
+            first = item.candidate == 0 and not out
+            if not first and not item.future.done():
+                item.future.cancel()
+                self._fell(item.candidate, "not built in time", BuildFailed("time limit"))
+                continue
+            try:
+                out.append((item, item.future.result()))
+            except Exception as error:  # whatever one compiler run does, the others go on
+                self._fell(item.candidate, "build failed", error)
+        return out
+
+    def _tune(self) -> tuple[TuneReport | None, dict[str, str]]:
+        """Check and time what was built, beside the baselines."""
+        request = self.request
+        self.ready = self._built()
+        items = [
+            TuneItem(
+                item.name,
+                self.candidates[item.candidate].graph,
+                built.path,
+                item.module.scratch_bytes,
+            )
+            for item, built in self.ready
+        ]
+        if not items or self.interrupts > 1:
+            return None, {}
+        others, absent = contenders(request.program, request.baselines)
+        report = tune(
+            request.program,
+            items,
+            contenders=others,
+            budget_seconds=max(self.left(TUNE_ENDS), LEAST_TUNING),
+            threads=request.threads,
+            seed=request.seed,
+            progress=self.progress,
+        )
+        for (item, _), measured in zip(self.ready, report.items, strict=True):
+            item.measured = measured
+            if measured.status is not TuneStatus.OK:
+                error = BuildFailed(measured.detail)
+                self._fell(item.candidate, measured.status.value, error)
+        return report, absent
+
+    def _artifact(
+        self, tuned: TuneReport | None, absent: dict[str, str], seconds: float
+    ) -> Artifact:
+        """Choose, and put everything that is known together."""
+        request = self.request
+        best = self._choose(tuned)
+        item, built = best
+        own = self.ready[0][0].measured if self.ready and self.ready[0][0].candidate == 0 else None
+        lowerings: dict[int, list[tuple[str, Measured | None]]] = {}
+        for known in self.lowered:
+            lowerings.setdefault(known.candidate, []).append((str(known.options), known.measured))
+        report = Report(
+            program=request.program.name,
+            digest=request.program.digest,
+            device=request.machine.name,
+            seed=request.seed,
+            budget_seconds=request.budget,
+            seconds=seconds,
+            candidates=candidate_rows(
+                self.candidates, self.verdicts, self.fallen, lowerings, item.candidate
+            ),
+            baselines=baseline_rows(
+                own,
+                ": ".join(self.fallen.get(0, ())),
+                tuned.contenders if tuned else (),
+                absent,
+            ),
+            search=SearchRow(self.stats.seconds, self.stats.states, dict(self.stats.pruned)),
+            stages=dict(self.stages),
+            failures=count_failures(self.failures),
+            environment=environment(
+                request.machine, request.threads, compiler_version(settings().compiler)
+            ),
+            interrupted=self.interrupts > 0,
+        )
+        return Artifact(
+            program=request.program,
+            graph=self.candidates[item.candidate].graph,
+            verdict=self.verdicts[item.candidate],
+            source=item.module.source,
+            library=built.path.read_bytes(),
+            scratch_bytes=item.module.scratch_bytes,
+            threads=request.threads,
+            report=report,
+        )
+
+    def _choose(self, tuned: TuneReport | None) -> tuple[_Lowered, Built]:
+        """The tuner's winner; the program's own kernels where nothing was measured."""
+        if tuned is not None and tuned.winner is not None:
+            return self.ready[tuned.winner]
+        unmeasured = tuned is None or all(m.status is TuneStatus.UNTRIED for m in tuned.items)
+        if unmeasured:
+            for item, built in self.ready or self._built():
+                if item.candidate == 0:
+                    return item, built
+        status, reason = self.fallen.get(0, ("not built", "no time was left"))
+        text = f"{self.request.program.name} cannot be compiled here: {status}: {reason}"
+        raise Infeasible(text) if status == "infeasible" else BuildFailed(text)
