@@ -1,4 +1,7 @@
-"""Content digests: short, stable across processes and machines, independent of Python's hash seed."""
+"""Content digests: short, the same in every process and on every machine.
+
+Takes parts of text or bytes; gives a hexadecimal string that does not depend on Python's hash seed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ DIGEST_HEX = 24  # 96 bits: no accidental collision among 2^40 graphs
 
 
 def digest(*parts: str | bytes) -> str:
-    """The digest of a sequence of parts. Parts are length-prefixed, so `("ab", "c")` and `("a", "bc")` differ."""
+    """The digest of a sequence of parts, each length-prefixed.
+
+    So `("ab", "c")` and `("a", "bc")` differ.
+    """
     h = hashlib.sha256()
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part

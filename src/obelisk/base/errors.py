@@ -1,8 +1,9 @@
 """The error classes of Obelisk, one per kind of fault.
 
-Takes nothing; gives exception classes. Three families: `UserError` (the input is wrong or asks for what cannot be
-done: the text says what was given, what is allowed, and the way out), `Infeasible` (a candidate cannot be built
-on this machine: a search outcome, counted and reported, never fatal) and `InternalError` (a fault of Obelisk).
+Takes nothing; gives exception classes. Three families: `UserError` (the input is wrong or asks for
+what cannot be done: the text says what was given, what is allowed, and the way out), `Infeasible`
+(a candidate cannot be built on this machine: a search outcome, counted and reported, never fatal)
+and `InternalError` (a fault of Obelisk).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class DTypeError(UserError):
 
 
 class MalformedGraph(UserError):
-    """A graph breaks a rule of its level: maps that overlap or leave a gap, a value used across the loop, ..."""
+    """A graph breaks a rule of its level: maps that overlap or leave a gap, a value used across the
+    loop, ...
+    """
 
 
 class ParseError(UserError):
@@ -33,7 +36,9 @@ class ParseError(UserError):
 
 
 class CallError(UserError, TypeError):
-    """A compiled program was called with a tensor that does not match; names the input and both sides."""
+    """A compiled program was called with a tensor that does not match; names the input and both
+    sides.
+    """
 
 
 class UnknownName(UserError):
@@ -58,7 +63,9 @@ class BuildFailed(ObeliskError):
 
 
 class CacheCorrupt(ObeliskError):
-    """A stored entry or file cannot be trusted. Reported and rebuilt by `cache`, never passed to a user."""
+    """A stored entry or file cannot be trusted. Reported and rebuilt by `cache`, never passed to a
+    user.
+    """
 
 
 class InternalError(ObeliskError, AssertionError):

@@ -1,6 +1,8 @@
-"""The only reader of the environment: every variable that changes Obelisk's behaviour is declared here.
+"""The only reader of the environment: every variable that changes Obelisk's behaviour is declared
+here.
 
-Gives a frozen `Settings`, read once per call of `settings()`; nothing is cached, so that tests may change a variable.
+Gives a frozen `Settings`, read once per call of `settings()`; nothing is cached, so that tests may
+change a variable.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ class Settings:
     """What the environment says.
 
     Attributes:
-        cache_dir: where results and built kernels are kept (`OBELISK_CACHE`, else the user's cache directory).
+        cache_dir: where results and built kernels are kept (`OBELISK_CACHE`, else the user's cache
+            directory).
         compiler: the C compiler's command (`OBELISK_CC`, else `CC`, else `cc`).
-        threads: how many threads generated CPU code uses (`OBELISK_THREADS`, else all usable cores).
+        threads: how many threads generated CPU code uses (`OBELISK_THREADS`, else all usable
+            cores).
         log_level: `OBELISK_LOG`, a `logging` level name (default WARNING).
         sources: paths of interest for `doctor` (the variables that were set).
     """
@@ -37,7 +41,9 @@ def usable_cores() -> int:
 
 
 def settings() -> Settings:
-    """Read the environment now. A thread count that is no positive integer is ignored in favour of the cores."""
+    """Read the environment now. A thread count that is no positive integer is ignored in favour of
+    the cores.
+    """
     env = os.environ
     names = ("OBELISK_CACHE", "OBELISK_CC", "CC", "OBELISK_THREADS", "OBELISK_LOG")
     raw_threads = env.get("OBELISK_THREADS", "")

@@ -1,8 +1,11 @@
-"""Block graphs: the work of one thread block, as an interned value, and the analysis of its loop and tiles.
+"""Block graphs: the work of one thread block, as an interned value, and the analysis of its loop
+and
+tiles.
 
-A block graph has a grid (up to three axes), a loop count, a number of threads and stores. Its body is found by
-walking from the stores to the loads. `analyse` checks the rules of the level and says, for each value, when it is
-computed (before or in every iteration, in the loop, after it) and how each of its dims was cut.
+A block graph has a grid (up to three axes), a loop count, a number of threads and stores. Its body
+is found by walking from the stores to the loads. `analyse` checks the rules of the level and says,
+for each value, when it is computed (before or in every iteration, in the loop, after it) and how
+each of its dims was cut.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a tile's dim came from a kernel tensor's dim of extent `full`: cut by a grid axis, then by the loop."""
+    """How a tile's dim came from a kernel tensor's dim of extent `full`: cut by a grid axis, then
+    by the loop.
+    """
 
     full: int
     axis: int | None
@@ -51,9 +56,9 @@ class Split:
 class Store:
     """One result of a block graph.
 
-    `omap[a]` is the dim that blocks along grid axis `a` are laid side by side in; None asks that the axis has
-    extent 1 or that `reduce` folds it. `fmap` is the dim that loop iterations are laid side by side in (only for a
-    value of the loop). `dtype` is what device memory holds.
+    `omap[a]` is the dim that blocks along grid axis `a` are laid side by side in; None asks that
+    the axis has extent 1 or that `reduce` folds it. `fmap` is the dim that loop iterations are laid
+    side by side in (only for a value of the loop). `dtype` is what device memory holds.
     """
 
     value: Node
@@ -107,7 +112,8 @@ class BlockGraph:
         return prod(self.grid)
 
     def __repr__(self) -> str:
-        return f"<block grid={self.grid} loop={self.loop} nodes={len(self.body)} stores={len(self.stores)}>"
+        counts = f"nodes={len(self.body)} stores={len(self.stores)}"
+        return f"<block grid={self.grid} loop={self.loop} {counts}>"
 
 
 _BLOCKS: weakref.WeakValueDictionary[object, BlockGraph] = weakref.WeakValueDictionary()
@@ -153,12 +159,16 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def tile_extent(full: int, parts: int, loop: int) -> int:
-    """Extent of a tile: `full` cut by `parts` blocks, then by `loop` iterations, rounded up each time."""
+    """Extent of a tile: `full` cut by `parts` blocks, then by `loop` iterations, rounded up each
+    time.
+    """
     return ceil_div(ceil_div(full, parts), loop)
 
 
 def load_tile(attrs: LoadAttrs) -> Shape:
-    """Shape of the full tile of a load; raises `MalformedGraph` for maps that are out of range or overlap."""
+    """Shape of the full tile of a load; raises `MalformedGraph` for maps that are out of range or
+    overlap.
+    """
     rank, grid = len(attrs.full), attrs.grid
     if not 1 <= len(grid) <= GRID_AXES or min(grid) < 1 or attrs.loop < 1:
         raise MalformedGraph(
@@ -193,7 +203,9 @@ def is_ragged(split: Split | None, tile: int, grid: tuple[int, ...], loop: int) 
 
 
 def analyse(grid: tuple[int, ...], loop: int, stores: tuple[Store, ...]) -> BlockInfo:
-    """Check a block graph and describe it. Raises `MalformedGraph` with the value and the rule that it breaks."""
+    """Check a block graph and describe it. Raises `MalformedGraph` with the value and the rule that
+    it breaks.
+    """
     from obelisk.ir.splits import propagate  # the per-operator rules; a module of their own
 
     if not stores:
@@ -238,7 +250,9 @@ _ACCUMULATORS = (Op.ACCUM_SUM, Op.ACCUM_MAX, Op.ACCUM_RESCALE)
 
 
 def _phase(node: Node, phase: dict[Node, Phase]) -> Phase:
-    """When a value exists, from its operands. Raises where a value of the loop meets one from after it."""
+    """When a value exists, from its operands. Raises where a value of the loop meets one from after
+    it.
+    """
     if node.op is Op.LOAD:
         return Phase.INVARIANT if node.attrs.fmap is None else Phase.LOOP
     if node.op is Op.SIZE:

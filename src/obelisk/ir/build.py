@@ -1,7 +1,9 @@
-"""Builder functions: one per operator, with conveniences (Python numbers as constants, negative axes).
+"""Builder functions: one per operator, with conveniences (Python numbers as constants, negative
+axes).
 
-Every function takes and returns interned nodes and raises the error of the operator table when operands do not fit.
-Composite operators are in `composite.py`; `BlockBuilder` makes block graphs, `KernelGraph` is the user's front door.
+Every function takes and returns interned nodes and raises the error of the operator table when
+operands do not fit. Composite operators are in `composite.py`; `BlockBuilder` makes block graphs,
+`KernelGraph` is the user's front door.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def as_node(x: Operand) -> Node:
 def input_node(
     index: int, shape: Shape, dtype: DType = DType.F32, strides: Shape | None = None
 ) -> Node:
-    """Input number `index` of a kernel graph. Row-major strides are stored as None, so both spellings are one node."""
+    """Input number `index` of a kernel graph. Row-major strides are stored as None, so both
+    spellings are one node.
+    """
     shape = tuple(int(s) for s in shape)
     if strides is not None and tuple(strides) == row_major(shape):
         strides = None
@@ -193,7 +197,9 @@ def reduce_max(x: Node, axis: int, keep: int = 1) -> Node:
 
 
 def matmul(a: Node, b: Node, accum: DType | None = None) -> Node:
-    """Matrix product over the last two dims, batch dims broadcast. Sums are kept in f32 unless `accum` says otherwise."""
+    """Matrix product over the last two dims, batch dims broadcast. Sums are kept in f32 unless
+    `accum` says otherwise.
+    """
     return make(Op.MATMUL, (a, b), MatmulAttrs(accum or a.dtype.accumulator))
 
 
@@ -212,7 +218,7 @@ def reshape(x: Node, shape: Sequence[int]) -> Node:
 def transpose(x: Node, perm: Sequence[int] | None = None) -> Node:
     """Permute dims; by default the last two are swapped."""
     p = (
-        tuple(range(x.rank - 2)) + (x.rank - 1, x.rank - 2)
+        (*range(x.rank - 2), x.rank - 1, x.rank - 2)
         if perm is None
         else tuple(q % x.rank for q in perm)
     )
@@ -262,7 +268,9 @@ def running_max(x: Node) -> Node:
 
 
 def accum_rescale(x: Node, peak: Node) -> Node:
-    """Block level: sum over iterations i of x_i * exp(peak_i - peak_last), `peak` a running_max (online softmax)."""
+    """Block level: sum over iterations i of x_i * exp(peak_i - peak_last), `peak` a running_max
+    (online softmax).
+    """
     return make(Op.ACCUM_RESCALE, (x, peak))
 
 
@@ -299,7 +307,9 @@ class BlockBuilder:
         self.stores: list[Store] = []
 
     def load(self, x: Node, imap: Sequence[int | None], fmap: int | None = None) -> Node:
-        """The tile of kernel tensor `x`; `imap[a]` is the dim that grid axis `a` splits (None: replicated)."""
+        """The tile of kernel tensor `x`; `imap[a]` is the dim that grid axis `a` splits (None:
+        replicated).
+        """
         if x not in self.inputs:
             self.inputs.append(x)
         maps = tuple(m if m is None else axis_of("imap", m, x.rank) for m in imap)
@@ -315,7 +325,9 @@ class BlockBuilder:
         reduce: Reduce = Reduce.NONE,
         dtype: DType | None = None,
     ) -> None:
-        """Write `value`: `omap[a]` is the dim along which blocks of axis `a` lie; `reduce` folds unmapped axes."""
+        """Write `value`: `omap[a]` is the dim along which blocks of axis `a` lie; `reduce` folds
+        unmapped axes.
+        """
         maps = tuple(m if m is None else axis_of("omap", m, value.rank) for m in omap)
         fm = None if fmap is None else axis_of("store fmap", fmap, value.rank)
         self.stores.append(Store(value, maps, fm, reduce, dtype or value.dtype))

@@ -1,7 +1,8 @@
 """Composite operators: graphs of primitives, so that no judge, rule or emitter needs to know them.
 
-Formulas follow PyTorch: softmax subtracts the row maximum; gelu is the exact erf form unless `approximate="tanh"`;
-rms_norm and layer_norm put eps inside the square root; rope rotates halves (or interleaved pairs).
+Formulas follow PyTorch: softmax subtracts the row maximum; gelu is the exact erf form unless
+`approximate="tanh"`; rms_norm and layer_norm put eps inside the square root; rope rotates halves
+(or interleaved pairs).
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def clamp(x: Node, low: float, high: float) -> Node:
 def rope(x: Node, cos: Node, sin: Node, interleaved: bool = False) -> Node:
     """Rotary position embedding of the last dim d: x * cos + rotate(x) * sin.
 
-    `cos` and `sin` broadcast to x. `interleaved` False rotates halves (Hugging Face), True rotates neighbours (GPT-J).
+    `cos` and `sin` broadcast to x. `interleaved` False rotates halves (Hugging Face), True rotates
+    neighbours (GPT-J).
     """
     d = x.shape[-1]
     if d % 2:
@@ -92,7 +94,9 @@ def rope(x: Node, cos: Node, sin: Node, interleaved: bool = False) -> Node:
 
 
 def causal_mask(rows: int, cols: int) -> Node:
-    """bool (rows, cols): True where row r may see column c, the last row seeing all (r - rows >= c - cols)."""
+    """bool (rows, cols): True where row r may see column c, the last row seeing all (r - rows >= c
+    - cols).
+    """
     return b.less(b.add(b.iota((1, cols), 1), b.cast(b.const(float(rows - cols)), "i32")),
                   b.add(b.iota((rows, 1), 0), b.cast(b.const(1.0), "i32")))  # fmt: skip
 
@@ -100,8 +104,9 @@ def causal_mask(rows: int, cols: int) -> Node:
 def attention(q: Node, k: Node, v: Node, scale: float | None = None, causal: bool = False) -> Node:
     """softmax(scale * q @ k^T [+ causal mask]) @ v.
 
-    q is (..., heads, m, d), k and v are (..., kv_heads, n, d) and (..., kv_heads, n, e); heads must be a multiple of
-    kv_heads (grouped heads). `scale` defaults to 1 / sqrt(d). Raises `ShapeError` when the groups do not divide.
+    q is (..., heads, m, d), k and v are (..., kv_heads, n, d) and (..., kv_heads, n, e); heads must
+    be a multiple of kv_heads (grouped heads). `scale` defaults to 1 / sqrt(d). Raises `ShapeError`
+    when the groups do not divide.
     """
     if q.rank != k.rank or k.rank != v.rank or q.rank < 2:
         raise ShapeError(

@@ -16,6 +16,8 @@ from obelisk.base.errors import UnknownName
 class DType(enum.Enum):
     """An element type. The value is its name in text forms, errors and the command line."""
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call
+
     F64 = "f64"
     F32 = "f32"
     F16 = "f16"
@@ -48,7 +50,9 @@ class DType(enum.Enum):
 
     @property
     def accumulator(self) -> DType:
-        """The type that sums and products of this type are kept in: f32 for narrow floats, i32 for integers."""
+        """The type that sums and products of this type are kept in: f32 for narrow floats, i32 for
+        integers.
+        """
         if self is DType.F64:
             return DType.F64
         return DType.F32 if self.is_float else DType.I32
@@ -82,7 +86,9 @@ _ALIASES = {
 
 
 def parse_dtype(name: str | DType) -> DType:
-    """The dtype called `name` (`f32`, `fp32` and `float32` are one); raises `UnknownName` with the known names."""
+    """The dtype called `name` (`f32`, `fp32` and `float32` are one); raises `UnknownName` with the
+    known names.
+    """
     if isinstance(name, DType):
         return name
     key = name.lower()
@@ -96,7 +102,9 @@ def parse_dtype(name: str | DType) -> DType:
 
 
 def promote(a: DType, b: DType) -> DType | None:
-    """The common type of two operands, or None where Obelisk asks for an explicit cast (f16 with bf16, say).
+    """The common type of two operands, or None where Obelisk asks for an explicit cast (f16 with
+    bf16,
+    say).
 
     Equal types stay; a wider float absorbs a narrower one; everything else must be cast on purpose.
     """

@@ -1,4 +1,6 @@
-"""`KernelGraph`: the builder that users write programs with. It collects inputs and outputs and freezes to a `Graph`."""
+"""`KernelGraph`: the builder that users write programs with. It collects inputs and outputs and
+freezes to a `Graph`.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class KernelGraph:
         name: str | None = None,
         strides: Sequence[int] | None = None,
     ) -> Node:
-        """Declare the next input. `strides` are in elements; by default the tensor is dense and row-major."""
+        """Declare the next input. `strides` are in elements; by default the tensor is dense and
+        row-major.
+        """
         label = name or f"x{len(self._inputs)}"
         if label in self._names:
             raise MalformedGraph(f"graph {self.name!r} has two inputs called {label!r}")

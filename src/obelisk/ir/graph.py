@@ -1,7 +1,7 @@
 """Kernel graphs as frozen values, and the mutable builder that users write with.
 
-`Graph` is what every stage takes and gives: input nodes by position, output nodes, and names, which play no part in
-the digest.
+`Graph` is what every stage takes and gives: input nodes by position, output nodes, and names, which
+play no part in the digest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Graph:
 
     @property
     def digest(self) -> str:
-        """Content digest: structure, shapes, dtypes, strides, order of inputs and outputs; not names."""
+        """Content digest: structure, shapes, dtypes, strides, order of inputs and outputs; not
+        names.
+        """
         return digest(
             "graph", *(i.digest for i in self.inputs), "->", *(o.digest for o in self.outputs)
         )
@@ -59,7 +61,9 @@ class Graph:
         return topological([*self.inputs, *self.outputs])
 
     def launches(self) -> list[Launch]:
-        """The kernels in execution order. Views (reshape, transpose, broadcast, slice) and constants cost none."""
+        """The kernels in execution order. Views (reshape, transpose, broadcast, slice) and
+        constants cost none.
+        """
         out: list[Launch] = []
         seen: dict[object, int] = {}
         for node in self.nodes:
@@ -83,7 +87,9 @@ def make_graph(
     output_names: Sequence[str] = (),
     name: str = "graph",
 ) -> Graph:
-    """A checked graph; raises `MalformedGraph` when an output reads an input that is not listed or is at another place."""
+    """A checked graph; raises `MalformedGraph` when an output reads an input that is not listed or
+    is at another place.
+    """
     inputs, outputs = tuple(inputs), tuple(outputs)
     if not outputs:
         raise MalformedGraph(f"graph {name!r} has no output: mark one with output()")

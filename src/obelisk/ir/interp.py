@@ -1,9 +1,10 @@
 """The interpreter: evaluates kernel, block and thread graphs over any algebra.
 
-The same walk serves numpy in float64 (the meaning of a graph), numpy in the graph's own dtypes (what a machine would
-round and overflow), and the finite fields of `verify`. An `Algebra` supplies values and operators; the walk supplies
-the order, the tiles, the loop and its accumulators. Where every tile is full all blocks are evaluated at once along
-leading batch axes; otherwise block by block, with short last tiles cut to size.
+The same walk serves numpy in float64 (the meaning of a graph), numpy in the graph's own dtypes
+(what a machine would round and overflow), and the finite fields of `verify`. An `Algebra` supplies
+values and operators; the walk supplies the order, the tiles, the loop and its accumulators. Where
+every tile is full all blocks are evaluated at once along leading batch axes; otherwise block by
+block, with short last tiles cut to size.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ V = TypeVar("V")
 
 
 class Algebra(Protocol[V]):
-    """What the walk needs of a kind of value. A value may consist of several arrays of one shape."""
+    """What the walk needs of a kind of value. It may consist of several arrays of one shape."""
 
     def const(self, value: float) -> V:
         """A scalar constant."""
@@ -37,7 +38,9 @@ class Algebra(Protocol[V]):
         """Counts along an axis, i32."""
 
     def apply(self, node: Node, args: Sequence[V], lead: int) -> V:
-        """The meaning of an elementwise operator, reduction or product; args carry `lead` batch axes."""
+        """The meaning of an elementwise operator, reduction or product; args carry `lead` batch
+        axes.
+        """
 
     def structural(self, fn: Callable[..., Any], *values: V) -> V:
         """Apply a numpy function that only moves elements to each component array of the values."""
@@ -55,7 +58,9 @@ class Algebra(Protocol[V]):
         """acc * exp(old - new) (online softmax)."""
 
     def settle(self, value: V, dtype: DType, block: bool) -> V:
-        """Round a value to `dtype` as memory would: after a kernel (block False) or a step inside a block."""
+        """Round a value to `dtype` as memory would: after a kernel (block False) or a step inside a
+        block.
+        """
 
     def shape(self, value: V) -> Shape:
         """Shape of a value, batch axes included."""
@@ -64,7 +69,8 @@ class Algebra(Protocol[V]):
 def evaluate(outputs: Sequence[Node], bindings: Mapping[Node, V], algebra: Algebra[V]) -> list[V]:
     """Values of `outputs`, given the value of each input node.
 
-    Raises `ShapeError` for a missing binding. Cost: one numpy call per node and loop iteration where tiles are full.
+    Raises `ShapeError` for a missing binding. Cost: one numpy call per node and loop iteration
+    where tiles are full.
     """
     return list(evaluate_all(outputs, bindings, algebra, outputs))
 
@@ -72,7 +78,7 @@ def evaluate(outputs: Sequence[Node], bindings: Mapping[Node, V], algebra: Algeb
 def evaluate_all(
     outputs: Sequence[Node], bindings: Mapping[Node, V], algebra: Algebra[V], wanted: Sequence[Node]
 ) -> list[V]:
-    """Like `evaluate`, but returns the values of `wanted`, any kernel-level nodes below `outputs`."""
+    """Like `evaluate`, but gives the values of `wanted`, any kernel-level nodes below `outputs`."""
     values: dict[Node, V] = {}
     launches: dict[tuple[BlockGraph, tuple[Node, ...]], list[V]] = {}
     for node in topological([*outputs, *wanted]):
@@ -197,7 +203,9 @@ class _Loop(Generic[V]):
 
 
 class _Batched(Generic[V]):
-    """All blocks at once: every value carries one leading axis per grid axis (extent 1 where blocks agree)."""
+    """All blocks at once: every value carries one leading axis per grid axis (extent 1 where blocks
+    agree).
+    """
 
     def __init__(self, block: BlockGraph, args: Sequence[V], algebra: Algebra[V]) -> None:
         self.block, self.algebra = block, algebra
@@ -205,7 +213,9 @@ class _Batched(Generic[V]):
         self.views = {n: self._view(n.attrs, args[n.attrs.index]) for n in block.loads}
 
     def _view(self, at: LoadAttrs, value: V) -> V:
-        """Split mapped dims and bring grid axes to the front, then the loop's axis (extent 1 if unmapped)."""
+        """Split mapped dims and bring grid axes to the front, then the loop's axis (extent 1 if
+        unmapped).
+        """
 
         def cut(x: Any) -> Any:
             shape: list[int] = []

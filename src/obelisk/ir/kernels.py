@@ -1,6 +1,8 @@
-"""numpy meanings of the operators, on arrays that carry `lead` batch axes in front of a value's own dims.
+"""numpy meanings of the operators, on arrays that carry `lead` batch axes in front of a value's own
+dims.
 
-The batch axes let the interpreter evaluate all blocks of a grid at once; a batch axis of extent 1 is broadcast.
+The batch axes let the interpreter evaluate all blocks of a grid at once; a batch axis of extent 1
+is broadcast.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def reduce(fn: Callable[..., Array]) -> Meaning:
         axis, keep = node.attrs.axis - node.inputs[0].rank + x.ndim, node.attrs.keep
         if keep == 1:
             return fn(x, axis=axis, keepdims=True)
-        shape = x.shape[:axis] + (x.shape[axis] // keep, keep) + x.shape[axis + 1 :]
+        shape = (*x.shape[:axis], x.shape[axis] // keep, keep, *x.shape[axis + 1 :])
         return fn(x.reshape(shape), axis=axis, keepdims=False)
 
     return run

@@ -1,7 +1,9 @@
-"""Interned graph nodes: structurally equal nodes are one object, so equality and hashing are by identity.
+"""Interned graph nodes: structurally equal nodes are one object, so equality and hashing are by
+identity.
 
-`make` is the only way to a node: it infers shape and dtype by the operator table and returns the existing object
-when there is one. A content digest, stable across processes, is kept apart from identity.
+`make` is the only way to a node: it infers shape and dtype by the operator table and returns the
+existing object when there is one. A content digest, stable across processes, is kept apart from
+identity.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ _INFER: list[Infer] = []  # one entry, set once by `table`
 
 
 def make(op: Op, inputs: tuple[Node, ...] = (), attrs: Attrs = None) -> Node:
-    """The node for `op` of `inputs`; raises `ShapeError`, `DTypeError` or `MalformedGraph` when it cannot be."""
+    """The node for `op` of `inputs`; raises `ShapeError`, `DTypeError` or `MalformedGraph` when it
+    cannot be.
+    """
     key = (op, inputs, attrs)
     found = _TABLE.get(key)
     if found is not None:
@@ -132,7 +136,9 @@ def make(op: Op, inputs: tuple[Node, ...] = (), attrs: Attrs = None) -> Node:
 
 
 def topological(roots: Iterable[Node]) -> list[Node]:
-    """All nodes that `roots` depend on, operands before users, in a deterministic order. Iterative: any depth."""
+    """All nodes that `roots` depend on, operands before users, in a deterministic order. Iterative:
+    any depth.
+    """
     order: list[Node] = []
     done: set[Node] = set()
     for root in roots:

@@ -1,7 +1,8 @@
 """The numpy algebra: a graph's meaning in float64, and its behaviour in its own dtypes.
 
-`run(graph, arrays)` gives the meaning; `run(graph, arrays, Precision.WORKING)` rounds and overflows as a machine
-does: device memory holds each kernel's result in its dtype, inside a kernel values are kept in the accumulator type.
+`run(graph, arrays)` gives the meaning; `run(graph, arrays, Precision.WORKING)` rounds and overflows
+as a machine does: device memory holds each kernel's result in its dtype, inside a kernel values are
+kept in the accumulator type.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Precision(enum.Enum):
 
 
 class NumpyAlgebra:
-    """Arrays of float64 (EXACT), or of accumulator types rounded to storage types at kernel borders (WORKING)."""
+    """Arrays of float64 (EXACT), or of accumulator types rounded to storage types at kernel borders
+    (WORKING).
+    """
 
     def __init__(self, precision: Precision = Precision.EXACT) -> None:
         self.exact = precision is Precision.EXACT
@@ -131,7 +134,8 @@ def bind(graph: Graph, arrays: Sequence[Array], algebra: NumpyAlgebra) -> dict[N
 def run(
     graph: Graph, arrays: Sequence[Array], precision: Precision = Precision.EXACT
 ) -> list[Array]:
-    """Interpret a graph on numpy arrays, one per input, at all three levels; returns one array per output.
+    """Interpret a graph on numpy arrays, one per input, at all three levels; returns one array per
+    output.
 
     EXACT gives float64 arrays; WORKING gives arrays of the outputs' own dtypes.
     """

@@ -1,7 +1,7 @@
 """The names of the operators and the frozen attribute records that go with them.
 
-One enum for all three levels: a level is a rule about which operators may occur (`spec.py`), not another set of
-names, so that a rule, an emitter or a judge is written once.
+One enum for all three levels: a level is a rule about which operators may occur (`spec.py`), not
+another set of names, so that a rule, an emitter or a judge is written once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 class Op(enum.Enum):
     """Every operator. The value is its spelling in the text form."""
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call
 
     # leaves
     INPUT = "input"  # kernel level: a tensor in device memory
@@ -114,8 +116,9 @@ class SizeAttrs:
 class LoadAttrs:
     """How a block cuts its tile out of kernel tensor number `index`.
 
-    `imap[a]` is the data dim that grid axis `a` splits, or None (replicated). `fmap` is the data dim that the loop
-    splits after the grid, or None (the same tile in each iteration). Sizes are rounded up: the last tile may be short.
+    `imap[a]` is the data dim that grid axis `a` splits, or None (replicated). `fmap` is the data
+    dim that the loop splits after the grid, or None (the same tile in each iteration). Sizes are
+    rounded up: the last tile may be short.
     """
 
     index: int
@@ -138,7 +141,9 @@ class ElemAttrs:
 
 @dataclass(frozen=True, slots=True)
 class ReduceAttrs:
-    """Axis (kept in the result) and how many columns stay: out[j] = fold over i of x[i*keep + j]; 1 folds all."""
+    """Axis (kept in the result) and how many columns stay: out[j] = fold over i of x[i*keep + j]; 1
+    folds all.
+    """
 
     axis: int
     keep: int = 1
@@ -197,7 +202,9 @@ class CastAttrs:
 
 @dataclass(frozen=True, slots=True)
 class BlockAttrs:
-    """Result number `result` of a kernel that runs `block`. Results with one block and the same inputs are one launch."""
+    """Result number `result` of a kernel that runs `block`. Results with one block and the same
+    inputs are one launch.
+    """
 
     block: BlockGraph
     result: int
@@ -212,7 +219,7 @@ class ThreadAttrs:
 
 
 Attrs = (
-    InputAttrs | ConstAttrs | IotaAttrs | SizeAttrs | LoadAttrs | ElemAttrs | ReduceAttrs | MatmulAttrs
-    | ReshapeAttrs | TransposeAttrs | BroadcastAttrs | SliceAttrs | ConcatAttrs | CastAttrs | BlockAttrs
-    | ThreadAttrs | None
+    InputAttrs | ConstAttrs | IotaAttrs | SizeAttrs | LoadAttrs | ElemAttrs | ReduceAttrs
+    | MatmulAttrs | ReshapeAttrs | TransposeAttrs | BroadcastAttrs | SliceAttrs | ConcatAttrs
+    | CastAttrs | BlockAttrs | ThreadAttrs | None
 )  # fmt: skip

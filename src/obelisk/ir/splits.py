@@ -1,7 +1,10 @@
-"""How the dims of block-level values inherit the cut of the tiles they come from, one rule per kind of operator.
+"""How the dims of block-level values inherit the cut of the tiles they come from, one rule per kind
+of
+operator.
 
-A cut matters only where a tile is short (an extent that the grid and the loop do not divide): values whose short
-tiles disagree may not meet. Where everything divides, any two tiles of one shape may meet, as in published graphs.
+A cut matters only where a tile is short (an extent that the grid and the loop do not divide):
+values whose short tiles disagree may not meet. Where everything divides, any two tiles of one shape
+may meet, as in published graphs.
 """
 
 from __future__ import annotations
@@ -58,8 +61,8 @@ class _Rules:
         for axis in axes:
             if self.ragged(cut[axis], operand.shape[axis]):
                 raise MalformedGraph(
-                    f"{node.op.value} along dim {axis}, whose tiles are not all full ({cut[axis]}): "
-                    "choose a grid and loop that divide it"
+                    f"{node.op.value} along dim {axis}, whose tiles are not all full "
+                    f"({cut[axis]}): choose a grid and loop that divide it"
                 )
 
     def reshape(self, node: Node, operand: Node, cut: Splits) -> Splits:
@@ -106,7 +109,7 @@ def propagate(
     grid: tuple[int, ...],
     loop: int,
 ) -> Splits:
-    """The cuts of `node`'s dims; raises `MalformedGraph` where short tiles would meet differently."""
+    """The cuts of `node`'s dims; raises `MalformedGraph` where unlike short tiles would meet."""
     rules = _Rules(grid, loop)
     cuts = [known[i] for i in node.inputs]
     match node.op:

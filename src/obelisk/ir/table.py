@@ -1,9 +1,10 @@
-"""The one operator table: for each operator its arity, types, meanings, laws, costs and how it is emitted.
+"""The one operator table: for each operator its arity, types, meanings, laws, costs and how it is
+emitted.
 
-A row is the only place that says what an operator is. Cells that belong to later stages are names which those
-stages resolve: `field` is a method of the finite-field algebra, `term` the constructor of its abstract term,
-`axioms` the laws the prover may use on it, `emit` the expression template for elementwise code. A test enumerates the
-table and fails on a missing or unresolvable cell.
+A row is the only place that says what an operator is. Cells that belong to later stages are names
+which those stages resolve: `field` is a method of the finite-field algebra, `term` the constructor
+of its abstract term, `axioms` the laws the prover may use on it, `emit` the expression template for
+elementwise code. A test enumerates the table and fails on a missing or unresolvable cell.
 """
 
 from __future__ import annotations
@@ -69,12 +70,14 @@ class OpRow:
         arity: smallest and largest number of operands.
         attrs: the attribute record's class, or None.
         infer: (inputs, attrs) -> shape and dtype.
-        numpy: meaning on arrays that carry `lead` batch axes in front (None: the interpreter itself does it).
+        numpy: meaning on arrays that carry `lead` batch axes in front (None: the interpreter itself
+            does it).
         field: method of the finite-field algebra that gives its meaning there.
         term: constructor of the abstract term.
         axioms: names of the laws that hold for it.
         flops: floating-point operations per result element (for reductions and products, per term).
-        emit: expression in C-like syntax over {0}, {1}, {2} for elementwise operators ("" otherwise: by kind).
+        emit: expression in C-like syntax over {0}, {1}, {2} for elementwise operators (""
+            otherwise: by kind).
     """
 
     kind: Kind
@@ -180,7 +183,8 @@ def _matmul(inputs: tuple[Node, ...], attrs: MatmulAttrs) -> tuple[Shape, DType]
         )
     if a.shape[-1] != b.shape[-2]:
         raise ShapeError(
-            f"matmul: {a.shape} @ {b.shape}: contraction extents {a.shape[-1]} and {b.shape[-2]} differ"
+            f"matmul: {a.shape} @ {b.shape}: contraction extents {a.shape[-1]} and {b.shape[-2]} "
+            "differ"
         )
     batch = broadcast_shapes("matmul batch", a.shape[:-2], b.shape[:-2])
     return (*batch, a.shape[-2], b.shape[-1]), _numeric("matmul", _common("matmul", a, b))
@@ -337,60 +341,130 @@ TABLE: dict[Op, OpRow] = {
     Op.CONST: OpRow(Kind.LEAF, (0, 0), ConstAttrs, _const, None, "const", "const", (), 0, ""),
     Op.IOTA: OpRow(Kind.LEAF, (0, 0), IotaAttrs, _iota, None, "iota", "iota", (), 0, ""),
     Op.SIZE: OpRow(Kind.LEAF, (1, 1), SizeAttrs, _size, None, "integer", "size", (), 0, ""),
-    Op.LOAD: OpRow(Kind.LEAF, (0, 0), LoadAttrs, _load, None, "structural", "partition", ("partition",), 0, ""),
+    Op.LOAD: OpRow(
+        Kind.LEAF, (0, 0), LoadAttrs, _load, None, "structural", "partition", ("partition",), 0,
+        "",
+    ),
     Op.ELEM: OpRow(Kind.LEAF, (0, 0), ElemAttrs, _leaf, None, "structural", "elem", (), 0, ""),
-    Op.ADD: OpRow(Kind.BINARY, (2, 2), None, _binary(Op.ADD), k.binary(np.add), "add", "add", _COMM, 1, "({0} + {1})"),
-    Op.SUB: OpRow(Kind.BINARY, (2, 2), None, _binary(Op.SUB), k.binary(np.subtract), "sub", "sub",
-                  ("sub_is_add_neg",), 1, "({0} - {1})"),
-    Op.MUL: OpRow(Kind.BINARY, (2, 2), None, _binary(Op.MUL), k.binary(np.multiply), "mul", "mul",
-                  (*_COMM, "distributes_over_add"), 1, "({0} * {1})"),
-    Op.DIV: OpRow(Kind.BINARY, (2, 2), None, _binary(Op.DIV), k.binary(np.divide), "div", "div",
-                  ("div_moves",), 4, "({0} / {1})"),
-    Op.MAX: OpRow(Kind.BINARY, (2, 2), None, _binary(Op.MAX), k.binary(np.maximum), "max", "max",
-                  (*_COMM, "idempotent"), 1, "max({0}, {1})"),
-    Op.MIN: OpRow(Kind.BINARY, (2, 2), None, _binary(Op.MIN), k.binary(np.minimum), "min", "min",
-                  (*_COMM, "idempotent"), 1, "min({0}, {1})"),
-    Op.NEG: OpRow(Kind.UNARY, (1, 1), None, _unary(Op.NEG, False), k.unary(np.negative), "neg", "neg",
-                  ("neg_moves",), 1, "(-{0})"),
-    Op.EXP: OpRow(Kind.UNARY, (1, 1), None, _unary(Op.EXP, True), k.unary(np.exp), "exp", "exp",
-                  ("exp_of_sum",), 10, "exp({0})"),
-    Op.LOG: OpRow(Kind.UNARY, (1, 1), None, _unary(Op.LOG, True), k.unary(np.log), "log", "log", (), 10, "log({0})"),
-    Op.SQRT: OpRow(Kind.UNARY, (1, 1), None, _unary(Op.SQRT, True), k.unary(np.sqrt), "sqrt", "sqrt",
-                   ("sqrt_of_product",), 8, "sqrt({0})"),
-    Op.RSQRT: OpRow(Kind.UNARY, (1, 1), None, _unary(Op.RSQRT, True), k.unary(k.rsqrt), "rsqrt", "rsqrt",
-                    ("rsqrt_is_inverse_sqrt",), 8, "(1 / sqrt({0}))"),
-    Op.SQUARE: OpRow(Kind.UNARY, (1, 1), None, _unary(Op.SQUARE, False), k.unary(np.square), "square", "square",
-                     ("square_is_mul",), 1, "({0} * {0})"),
-    Op.TANH: OpRow(Kind.UNARY, (1, 1), None, _unary(Op.TANH, True), k.unary(np.tanh), "tanh", "tanh", (), 14,
-                   "tanh({0})"),
-    Op.SIGMOID: OpRow(Kind.UNARY, (1, 1), None, _unary(Op.SIGMOID, True), k.unary(k.sigmoid), "sigmoid", "sigmoid",
-                      (), 14, "(1 / (1 + exp(-{0})))"),
-    Op.ERF: OpRow(Kind.UNARY, (1, 1), None, _unary(Op.ERF, True), k.unary(k.erf), "erf", "erf", (), 20, "erf({0})"),
-    Op.LESS: OpRow(Kind.BINARY, (2, 2), None, _less, k.binary(np.less), "less", "less", (), 1, "({0} < {1})"),
-    Op.WHERE: OpRow(Kind.TERNARY, (3, 3), None, _where, k.where, "where", "where", (), 1, "({0} ? {1} : {2})"),
-    Op.CAST: OpRow(Kind.UNARY, (1, 1), CastAttrs, _cast, k.unary(lambda x: x), "cast", "cast", (), 0, "{0}"),
-    Op.SUM: OpRow(Kind.REDUCE, (1, 1), ReduceAttrs, _reduce, k.reduce(np.sum), "sum", "sum",
-                  ("linear", "sum_splits"), 1, ""),
-    Op.REDUCE_MAX: OpRow(Kind.REDUCE, (1, 1), ReduceAttrs, _reduce, k.reduce(k.max_or_neginf), "reduce_max",
-                         "reduce_max", ("max_splits",), 1, ""),
-    Op.MATMUL: OpRow(Kind.CONTRACT, (2, 2), MatmulAttrs, _matmul, k.matmul, "matmul", "matmul",
-                     ("bilinear", "associative", "sum_splits"), 2, ""),
-    Op.RESHAPE: OpRow(Kind.STRUCTURE, (1, 1), ReshapeAttrs, _reshape, k.reshape, "structural", "reshape", (), 0, ""),
-    Op.TRANSPOSE: OpRow(Kind.STRUCTURE, (1, 1), TransposeAttrs, _transpose, k.transpose, "structural", "transpose",
-                        ("involutive",), 0, ""),
-    Op.BROADCAST: OpRow(Kind.STRUCTURE, (1, 1), BroadcastAttrs, _broadcast, k.broadcast, "structural", "broadcast",
-                        ("elementwise_transparent",), 0, ""),
-    Op.SLICE: OpRow(Kind.STRUCTURE, (1, 1), SliceAttrs, _slice, k.slice_, "structural", "slice",
-                    ("elementwise_transparent",), 0, ""),
-    Op.CONCAT: OpRow(Kind.STRUCTURE, (1, 64), ConcatAttrs, _concat, k.concat, "structural", "concat",
-                     ("concat_matmul",), 0, ""),
-    Op.ACCUM_SUM: OpRow(Kind.LOOP, (1, 1), None, _accum, None, "add", "accum_sum", ("linear", "sum_splits"), 1, ""),
-    Op.ACCUM_MAX: OpRow(Kind.LOOP, (1, 1), None, _accum, None, "max", "accum_max", ("max_splits",), 1, ""),
+    Op.ADD: OpRow(
+        Kind.BINARY, (2, 2), None, _binary(Op.ADD), k.binary(np.add), "add", "add", _COMM, 1,
+        "({0} + {1})",
+    ),
+    Op.SUB: OpRow(
+        Kind.BINARY, (2, 2), None, _binary(Op.SUB), k.binary(np.subtract), "sub", "sub",
+        ("sub_is_add_neg",), 1, "({0} - {1})",
+    ),
+    Op.MUL: OpRow(
+        Kind.BINARY, (2, 2), None, _binary(Op.MUL), k.binary(np.multiply), "mul", "mul",
+        (*_COMM, "distributes_over_add"), 1, "({0} * {1})",
+    ),
+    Op.DIV: OpRow(
+        Kind.BINARY, (2, 2), None, _binary(Op.DIV), k.binary(np.divide), "div", "div",
+        ("div_moves",), 4, "({0} / {1})",
+    ),
+    Op.MAX: OpRow(
+        Kind.BINARY, (2, 2), None, _binary(Op.MAX), k.binary(np.maximum), "max", "max",
+        (*_COMM, "idempotent"), 1, "max({0}, {1})",
+    ),
+    Op.MIN: OpRow(
+        Kind.BINARY, (2, 2), None, _binary(Op.MIN), k.binary(np.minimum), "min", "min",
+        (*_COMM, "idempotent"), 1, "min({0}, {1})",
+    ),
+    Op.NEG: OpRow(
+        Kind.UNARY, (1, 1), None, _unary(Op.NEG, False), k.unary(np.negative), "neg", "neg",
+        ("neg_moves",), 1, "(-{0})",
+    ),
+    Op.EXP: OpRow(
+        Kind.UNARY, (1, 1), None, _unary(Op.EXP, True), k.unary(np.exp), "exp", "exp",
+        ("exp_of_sum",), 10, "exp({0})",
+    ),
+    Op.LOG: OpRow(
+        Kind.UNARY, (1, 1), None, _unary(Op.LOG, True), k.unary(np.log), "log", "log", (), 10,
+        "log({0})",
+    ),
+    Op.SQRT: OpRow(
+        Kind.UNARY, (1, 1), None, _unary(Op.SQRT, True), k.unary(np.sqrt), "sqrt", "sqrt",
+        ("sqrt_of_product",), 8, "sqrt({0})",
+    ),
+    Op.RSQRT: OpRow(
+        Kind.UNARY, (1, 1), None, _unary(Op.RSQRT, True), k.unary(k.rsqrt), "rsqrt", "rsqrt",
+        ("rsqrt_is_inverse_sqrt",), 8, "(1 / sqrt({0}))",
+    ),
+    Op.SQUARE: OpRow(
+        Kind.UNARY, (1, 1), None, _unary(Op.SQUARE, False), k.unary(np.square), "square",
+        "square", ("square_is_mul",), 1, "({0} * {0})",
+    ),
+    Op.TANH: OpRow(
+        Kind.UNARY, (1, 1), None, _unary(Op.TANH, True), k.unary(np.tanh), "tanh", "tanh", (), 14,
+        "tanh({0})",
+    ),
+    Op.SIGMOID: OpRow(
+        Kind.UNARY, (1, 1), None, _unary(Op.SIGMOID, True), k.unary(k.sigmoid), "sigmoid",
+        "sigmoid", (), 14, "(1 / (1 + exp(-{0})))",
+    ),
+    Op.ERF: OpRow(
+        Kind.UNARY, (1, 1), None, _unary(Op.ERF, True), k.unary(k.erf), "erf", "erf", (), 20,
+        "erf({0})",
+    ),
+    Op.LESS: OpRow(
+        Kind.BINARY, (2, 2), None, _less, k.binary(np.less), "less", "less", (), 1, "({0} < {1})",
+    ),
+    Op.WHERE: OpRow(
+        Kind.TERNARY, (3, 3), None, _where, k.where, "where", "where", (), 1, "({0} ? {1} : {2})",
+    ),
+    Op.CAST: OpRow(
+        Kind.UNARY, (1, 1), CastAttrs, _cast, k.unary(lambda x: x), "cast", "cast", (), 0, "{0}",
+    ),
+    Op.SUM: OpRow(
+        Kind.REDUCE, (1, 1), ReduceAttrs, _reduce, k.reduce(np.sum), "sum", "sum",
+        ("linear", "sum_splits"), 1, "",
+    ),
+    Op.REDUCE_MAX: OpRow(
+        Kind.REDUCE, (1, 1), ReduceAttrs, _reduce, k.reduce(k.max_or_neginf), "reduce_max",
+        "reduce_max", ("max_splits",), 1, "",
+    ),
+    Op.MATMUL: OpRow(
+        Kind.CONTRACT, (2, 2), MatmulAttrs, _matmul, k.matmul, "matmul", "matmul",
+        ("bilinear", "associative", "sum_splits"), 2, "",
+    ),
+    Op.RESHAPE: OpRow(
+        Kind.STRUCTURE, (1, 1), ReshapeAttrs, _reshape, k.reshape, "structural", "reshape", (), 0,
+        "",
+    ),
+    Op.TRANSPOSE: OpRow(
+        Kind.STRUCTURE, (1, 1), TransposeAttrs, _transpose, k.transpose, "structural",
+        "transpose", ("involutive",), 0, "",
+    ),
+    Op.BROADCAST: OpRow(
+        Kind.STRUCTURE, (1, 1), BroadcastAttrs, _broadcast, k.broadcast, "structural",
+        "broadcast", ("elementwise_transparent",), 0, "",
+    ),
+    Op.SLICE: OpRow(
+        Kind.STRUCTURE, (1, 1), SliceAttrs, _slice, k.slice_, "structural", "slice",
+        ("elementwise_transparent",), 0, "",
+    ),
+    Op.CONCAT: OpRow(
+        Kind.STRUCTURE, (1, 64), ConcatAttrs, _concat, k.concat, "structural", "concat",
+        ("concat_matmul",), 0, "",
+    ),
+    Op.ACCUM_SUM: OpRow(
+        Kind.LOOP, (1, 1), None, _accum, None, "add", "accum_sum", ("linear", "sum_splits"), 1,
+        "",
+    ),
+    Op.ACCUM_MAX: OpRow(
+        Kind.LOOP, (1, 1), None, _accum, None, "max", "accum_max", ("max_splits",), 1, "",
+    ),
     Op.RUNNING_MAX: OpRow(Kind.LOOP, (1, 1), None, _accum, None, "max", "running_max", (), 1, ""),
-    Op.ACCUM_RESCALE: OpRow(Kind.LOOP, (2, 2), None, _rescale, None, "rescale", "accum_rescale",
-                            ("shift_invariance",), 3, ""),
-    Op.BLOCK: OpRow(Kind.GRAPH, (1, 64), BlockAttrs, _block, None, "structural", "block", (), 0, ""),
-    Op.THREAD: OpRow(Kind.GRAPH, (1, 64), ThreadAttrs, _thread, None, "structural", "thread", (), 0, ""),
+    Op.ACCUM_RESCALE: OpRow(
+        Kind.LOOP, (2, 2), None, _rescale, None, "rescale", "accum_rescale",
+        ("shift_invariance",), 3, "",
+    ),
+    Op.BLOCK: OpRow(
+        Kind.GRAPH, (1, 64), BlockAttrs, _block, None, "structural", "block", (), 0, "",
+    ),
+    Op.THREAD: OpRow(
+        Kind.GRAPH, (1, 64), ThreadAttrs, _thread, None, "structural", "thread", (), 0, "",
+    ),
 }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Thread graphs: chains that stay in the registers of a block's threads, as an interned value.
 
-A thread graph reads elements of block values (`elem`), applies elementwise operators and reductions, and gives
-results that become block values again. `vector` says how many neighbouring elements of the last dim one thread
-holds; the threads themselves are laid out over the remaining elements in row-major order.
+A thread graph reads elements of block values (`elem`), applies elementwise operators and
+reductions, and gives results that become block values again. `vector` says how many neighbouring
+elements of the last dim one thread holds; the threads themselves are laid out over the remaining
+elements in row-major order.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from obelisk.ir.op import Op
 
 _ALLOWED = frozenset(
     {
-        Op.ELEM, Op.CONST, Op.SIZE, Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MAX, Op.MIN, Op.NEG, Op.EXP, Op.LOG, Op.SQRT,
-        Op.RSQRT, Op.SQUARE, Op.TANH, Op.SIGMOID, Op.ERF, Op.LESS, Op.WHERE, Op.CAST, Op.SUM, Op.REDUCE_MAX,
+        Op.ELEM, Op.CONST, Op.SIZE, Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MAX, Op.MIN, Op.NEG, Op.EXP,
+        Op.LOG, Op.SQRT, Op.RSQRT, Op.SQUARE, Op.TANH, Op.SIGMOID, Op.ERF, Op.LESS, Op.WHERE,
+        Op.CAST, Op.SUM, Op.REDUCE_MAX,
     }
 )  # fmt: skip
 
@@ -57,7 +59,9 @@ _THREADS: weakref.WeakValueDictionary[object, ThreadGraph] = weakref.WeakValueDi
 
 
 def thread_graph(results: tuple[Node, ...], vector: int = 1) -> ThreadGraph:
-    """The interned thread graph; raises `MalformedGraph` for an operator that cannot live in registers."""
+    """The interned thread graph; raises `MalformedGraph` for an operator that cannot live in
+    registers.
+    """
     key = (results, vector)
     found = _THREADS.get(key)
     if found is not None:
