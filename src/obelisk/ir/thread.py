@@ -16,7 +16,7 @@ from obelisk.base.errors import MalformedGraph
 from obelisk.ir.node import Node, topological
 from obelisk.ir.op import Op
 
-_ALLOWED = frozenset(
+REGISTER_OPS = frozenset(
     {
         Op.ELEM, Op.CONST, Op.SIZE, Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MAX, Op.MIN, Op.NEG, Op.EXP,
         Op.LOG, Op.SQRT, Op.RSQRT, Op.SQUARE, Op.TANH, Op.SIGMOID, Op.ERF, Op.LESS, Op.WHERE,
@@ -69,7 +69,7 @@ def thread_graph(results: tuple[Node, ...], vector: int = 1) -> ThreadGraph:
     if not results or vector < 1:
         raise MalformedGraph("a thread graph needs results and a vector width of at least 1")
     for node in topological(results):
-        if node.op not in _ALLOWED:
+        if node.op not in REGISTER_OPS:
             raise MalformedGraph(f"{node.op.value} cannot occur inside a thread graph")
     graph = ThreadGraph.__new__(ThreadGraph)
     graph.results, graph.vector = results, vector
