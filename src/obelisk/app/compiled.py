@@ -1,9 +1,9 @@
 """A compiled program: what `optimize` returns and users call.
 
-Takes numpy arrays or torch tensors, checks them against the program's signature, and runs the kernels
-on their memory without a copy. It promises a right answer or a `CallError`, results of the kind that
-was given, that calls from several threads at once do not share scratch memory, and an export that
-gives the same bits in another process on the same kind of machine.
+Takes numpy arrays or torch tensors, checks them against the program's signature, and runs the
+kernels on their memory without a copy. It promises a right answer or a `CallError`, results of the
+kind that was given, that calls from several threads at once do not share scratch memory, and an
+export that gives the same bits in another process on the same kind of machine.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from obelisk.base.log import logger
 from obelisk.base.settings import settings
 from obelisk.build.library import Library
 from obelisk.ir import Graph
-from obelisk.ir.text import parse, to_text
 from obelisk.ir.svg import to_svg
+from obelisk.ir.text import parse, to_text
 from obelisk.machine import host
-from obelisk.verify import Verdict, VerdictKind
+from obelisk.verify import Verdict
 
 FORMAT = 1
-_META, _LIBRARY, _SOURCE, _PROGRAM, _CHOSEN = (
-    "meta.json", "library.so", "source.c", "program.txt", "chosen.txt",
+LIBRARY = "library.so"
+_META, _SOURCE, _PROGRAM, _CHOSEN = (
+    "meta.json", "source.c", "program.txt", "chosen.txt",
 )  # fmt: skip
 _ALIGNMENT = 64  # of the scratch area, bytes
 
@@ -92,8 +93,8 @@ class Compiled:
     def __call__(self, *tensors: Tensor, out: Tensor | None = None) -> Any:
         """Run on one tensor per input; gives one tensor, or a tuple for several outputs.
 
-        `out` takes the results' place: tensors of the outputs' shapes and dtypes that share no memory
-        with an input. Raises `CallError` for what does not match; nothing has run then.
+        `out` takes the results' place: tensors of the outputs' shapes and dtypes that share no
+        memory with an input. Raises `CallError` for what does not match; nothing has run then.
         """
         bound = self._signature.bind(tensors, out)
         scratch = self._scratch.pop() if self._scratch else self._new_scratch()
@@ -143,17 +144,17 @@ def pack(artifact: Artifact) -> dict[str, bytes]:
         _PROGRAM: to_text(artifact.program).encode(),
         _CHOSEN: to_text(artifact.graph).encode(),
         _SOURCE: artifact.source.encode(),
-        _LIBRARY: artifact.library,
+        LIBRARY: artifact.library,
     }
 
 
 def unpack(files: dict[str, bytes], where: str) -> Artifact:
-    """Read `pack` back; raises `ParseError` for what does not read, `UserError` for another machine."""
+    """Read `pack` back; raises `ParseError` for what does not read, `UserError` if built elsewhere."""
     try:
         meta = json.loads(files[_META])
         if meta["format"] != FORMAT:
             raise ParseError(f"{where}: format {meta['format']}, this version reads {FORMAT}")
-        library = files[_LIBRARY]
+        library = files[LIBRARY]
         if digest(library) != meta["digest"]:
             raise ParseError(f"{where}: the library in it is damaged: export it again")
         machine = host()
@@ -180,7 +181,7 @@ def unpack(files: dict[str, bytes], where: str) -> Artifact:
 
 
 def materialise(artifact: Artifact) -> Compiled:
-    """Load the library from a file under its content digest, in the cache or, failing that, in temp."""
+    """Load the library from a file under its content digest, in the cache or else in temp."""
     name = f"{digest(artifact.library)}.so"
     folder = settings().cache_dir / "loaded"
     try:

@@ -1,8 +1,8 @@
 """One function, many shapes: a compiled program per signature, made on first use.
 
-Takes a function that adds operators to a `KernelGraph`; gives a callable of tensors. It promises one
-optimization per combination of shapes, dtypes and strides (and none for one that the cache knows),
-and that later calls of a known combination only look it up: microseconds, not a search.
+Takes a function that adds operators to a `KernelGraph`; gives a callable of tensors. It promises
+one optimization per combination of shapes, dtypes and strides (and none for one that the cache
+knows), and that later calls of a known combination only look it up: microseconds, not a search.
 """
 
 from __future__ import annotations

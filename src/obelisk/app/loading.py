@@ -26,8 +26,8 @@ def load_program(
     """The program that `spec` names: `gqa`, `model.py`, `model.py:block`, or a stored graph.
 
     `batch` and `dtype` reach a named program, and a function that has parameters of these names; a
-    stored graph has its own and refuses others. A named program takes what is left open from `like`,
-    a graph it will be compared with. Raises `UnknownName`, `ParseError`, `UserError`.
+    stored graph has its own and refuses others. A named program takes what is left open from
+    `like`, a graph it will be compared with. Raises `UnknownName`, `ParseError`, `UserError`.
     """
     path, _, function = spec.partition(":") if ".py:" in spec else (spec, "", "")
     if path.endswith(".py"):

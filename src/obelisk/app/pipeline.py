@@ -1,9 +1,9 @@
-"""`optimize`: cache, search, verify, lower, build, tune, cache, in this order and within a time limit.
+"""`optimize`: cache, search, verify, lower, build, tune, cache, in this order, in limited time.
 
 Takes a program; gives a `Compiled` whose report says what became of every candidate. It promises
-that the program's own kernels are always among what is built, that only what the judges accepted and
-the tuner found right can be the answer, that one bad candidate never ends a run, and that a time
-limit or Ctrl-C ends it with the best that is known.
+that the program's own kernels are always among what is built, that only what the judges accepted
+and the tuner found right can be the answer, that one bad candidate never ends a run, and that a
+time limit or Ctrl-C ends it with the best that is known.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from obelisk.app.contenders import QUICK, contenders
 from obelisk.app.doctor import compiler_version
 from obelisk.app.loading import load_program
 from obelisk.app.report import Report, SearchRow, count_failures
+from obelisk.app.request import Request, make_request
 from obelisk.app.storage import fetch, keep, key_of
-from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError, UnknownName, UserError
+from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError
 from obelisk.base.log import logger
 from obelisk.base.progress import Progress, Silent
 from obelisk.base.settings import settings
 from obelisk.build import Built, compile_c
 from obelisk.ir import Graph, KernelGraph
 from obelisk.lower.cpu import CpuModule, CpuOptions, lower_cpu, variants
-from obelisk.machine import Machine, MachineKind, find
+from obelisk.machine import estimate
 from obelisk.search import Budget, Candidate, SearchStats, Space, search
 from obelisk.tune import Measured, TuneItem, TuneReport, tune
 from obelisk.tune import Status as TuneStatus
@@ -45,20 +46,6 @@ LEAST_TUNING = 0.5  # seconds; below this nothing can be told apart
 MOST_ITEMS = 24  # lowered variants that are built for one program
 SPACE = Space()
 GOOD = (VerdictKind.PROVED, VerdictKind.TESTED)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What `optimize` was asked for, checked."""
-
-    program: Graph
-    machine: Machine
-    budget: float
-    seed: int
-    cache: bool
-    verify_level: str
-    baselines: tuple[str, ...]
-    threads: int
 
 
 @dataclass(slots=True)
@@ -109,17 +96,17 @@ def optimize(
     if isinstance(program, str):
         program = load_program(program)
     graph = program.freeze() if isinstance(program, KernelGraph) else program
-    machine = find(device)
-    if machine.kind is not MachineKind.CPU or device not in ("cpu", "host"):
-        raise UnknownName(f"device {device!r}: code is emitted for cpu, this machine, so far")
-    if not budget > 0:
-        raise UserError(f"budget is {budget} s, expected more than 0")
-    if verify_level not in ("full", "quick"):
-        raise UnknownName(f"verify_level {verify_level!r}: known are full and quick")
-    count = threads or settings().threads
-    if count < 1:
-        raise UserError(f"threads is {count}, expected 1 or more")
-    request = Request(graph, machine, budget, seed, cache, verify_level, tuple(baselines), count)
+    request = make_request(
+        graph,
+        device,
+        budget,
+        seed,
+        cache,
+        verify_level,
+        tuple(baselines),
+        settings().threads if threads is None else threads,
+        SPACE,
+    )
     return _Run(request, progress or Silent()).result()
 
 
@@ -145,7 +132,7 @@ class _Run:
         """Answer from the cache, or run the stages."""
         request, started = self.request, self.begun
         key = key_of(request) if request.cache else None
-        if key is not None and (hit := fetch(key)) is not None:
+        if key is not None and (hit := fetch(key, request)) is not None:
             return hit
         self.limit = request.budget
         builders = ThreadPoolExecutor(max(1, settings().threads), "obelisk-build")
@@ -200,7 +187,7 @@ class _Run:
         found = search(
             request.program,
             request.machine,
-            space=SPACE,
+            space=request.space,
             budget=Budget(seconds=max(self.left(SEARCH_ENDS), LEAST_SEARCH)),
             seed=request.seed,
             progress=self.progress,

@@ -1,0 +1,436 @@
+"""The `obelisk` command: each command is a few lines around a function that Python can call, too.
+
+Takes words; prints results on standard output, progress and errors on standard error, and with
+`--json` writes the documented form (docs/cli.md). Exit codes are those of `__main__`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from obelisk.app import bench as benching
+from obelisk.app.display import (
+    Display,
+    candidate_table,
+    print_report,
+    rows_table,
+    stdout,
+    verdict_text,
+)
+from obelisk.app.doctor import examine, obelisk_version
+from obelisk.app.judging import judge_entries, judgements_json, summary_line
+from obelisk.app.loading import graph_of, load_entries, load_program
+from obelisk.app.pipeline import SPACE, optimize
+from obelisk.app.report import CandidateRow, show_bytes, show_us
+from obelisk.base.errors import UserError
+from obelisk.base.settings import settings
+from obelisk.cache import Store
+from obelisk.ir.jsonform import to_json
+from obelisk.ir.svg import to_svg
+from obelisk.ir.text import to_text
+from obelisk.lower.cpu import lower_cpu, variants
+from obelisk.machine import find
+from obelisk.search import Budget, search
+
+app = typer.Typer(
+    name="obelisk",
+    help="Superoptimizes tensor programs and proves what it returns.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+cache_app = typer.Typer(help="What is stored, and whether it can be trusted.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str) -> float:
+    """`60s`, `90`, `1.5m`, `2h`, `500ms` in seconds; `typer.BadParameter` for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|)\s*", text)
+    if found is None or float(found[1]) <= 0:
+        raise typer.BadParameter(f"{text!r} is no time; write 60s, 2m or 500ms")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+ProgramArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="PROGRAM", help="A name, FILE.py[:FUNCTION], or a stored graph FILE[#N]."
+    ),
+]
+BatchOpt = Annotated[int, typer.Option("--batch", min=1, help="Batch size of a named program.")]
+DTypeOpt = Annotated[
+    str | None, typer.Option("--dtype", help="f32 (the default on a CPU), f16, bf16 or f64.")
+]
+DeviceOpt = Annotated[str, typer.Option("--device", help="cpu: this machine.")]
+BudgetOpt = Annotated[
+    float,
+    typer.Option("--budget", parser=parse_seconds, metavar="TIME", help="60s, 2m, 500ms, ..."),
+]
+SeedOpt = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same search.")]
+JsonOpt = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"obelisk {obelisk_version()}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Superoptimizes tensor programs and proves what it returns."""
+
+
+def _write_json(path: Path | None, data: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+@app.command("optimize")
+def optimize_command(
+    program: ProgramArg,
+    batch: BatchOpt = 1,
+    dtype: DTypeOpt = None,
+    device: DeviceOpt = "cpu",
+    budget: BudgetOpt = 60.0,
+    seed: SeedOpt = 0,
+    json_file: JsonOpt = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE.html", help="Write a page.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Export the compiled program.")
+    ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Neither ask nor tell the cache.")
+    ] = False,
+) -> None:
+    """Find the fastest kernels for a program, prove them right, and measure them."""
+    graph = load_program(program, batch, dtype)
+    with Display() as progress:
+        best = optimize(
+            graph,
+            device=device,
+            budget=budget,
+            seed=seed,
+            cache=not no_cache,
+            progress=progress,
+        )
+    print_report(best.report, to_text(best.graph), stdout())
+    _write_json(json_file, best.report.to_json())
+    if report is not None:
+        report.write_text(best.html(), encoding="utf-8")
+    if save is not None:
+        best.save(save)
+
+
+@app.command()
+def show(
+    program: ProgramArg,
+    batch: BatchOpt = 1,
+    dtype: DTypeOpt = None,
+    lowered: Annotated[bool, typer.Option("--lowered", help="Show the generated C.")] = False,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture.")
+    ] = None,
+    index: Annotated[
+        int | None, typer.Option("--index", min=0, help="Which graph of a file.")
+    ] = None,
+    json_file: JsonOpt = None,
+) -> None:
+    """Show graphs as text, as generated code, or as a picture."""
+    entries = load_entries(program, batch, dtype)
+    if index is not None:
+        if index >= len(entries):
+            raise UserError(f"{program} has graphs 0 to {len(entries) - 1}, got --index {index}")
+        entries = [entries[index]]
+    if (svg or lowered) and len(entries) != 1:
+        raise UserError(f"{program} holds {len(entries)} graphs: choose one with --index")
+    if svg is not None:
+        svg.write_text(to_svg(graph_of(entries[0])), encoding="utf-8")
+    if lowered:
+        machine = find("cpu")
+        graph = graph_of(entries[0])
+        typer.echo(lower_cpu(graph, machine, variants(graph, machine)[0]).source)
+    elif svg is None or json_file is not None:
+        for entry in entries:
+            if entry.graph is None:
+                typer.echo(f"# graph {entry.index} is malformed: {entry.error}")
+            else:
+                typer.echo(to_text(entry.graph))
+    _write_json(
+        json_file,
+        {
+            "graphs": [
+                {
+                    "index": e.index,
+                    "graph": to_json(e.graph) if e.graph else None,
+                    "error": str(e.error) if e.error else None,
+                }
+                for e in entries
+            ]
+        },
+    )
+
+
+@app.command("verify")
+def verify_command(
+    candidates: Annotated[
+        str, typer.Argument(metavar="A", help="What to judge: a file of graphs, or a program.")
+    ],
+    program: Annotated[
+        str | None, typer.Argument(metavar="[B]", help="What it must equal.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="PROGRAM", help="The same as B.")
+    ] = None,
+    batch: BatchOpt = 1,
+    dtype: DTypeOpt = None,
+    seed: SeedOpt = 0,
+    json_file: JsonOpt = None,
+) -> None:
+    """Judge whether graphs equal a program; exit 1 if one is refuted or unknown."""
+    target = program or against
+    if target is None or (program and against):
+        raise UserError("verify needs one program to compare with: verify A B, or A --against B")
+    console = stdout()
+    rows = []
+    with Display() as progress:
+        for row in judge_entries(candidates, target, batch, dtype, seed, progress):
+            rows.append(row)
+            line = Text.assemble(
+                f"{row.index:4d}  ",
+                verdict_text(row.verdict),
+                f"  {row.seconds:.2f} s  {row.bound}",
+            )
+            if row.witness:
+                line.append(f"  witness: {row.witness}")
+            console.print(line, soft_wrap=True)
+    console.print(summary_line(rows))
+    _write_json(json_file, judgements_json(rows))
+    if any(r.verdict not in ("proved", "tested") for r in rows):
+        raise typer.Exit(1)
+
+
+@app.command("search")
+def search_command(
+    program: ProgramArg,
+    batch: BatchOpt = 1,
+    dtype: DTypeOpt = None,
+    device: DeviceOpt = "cpu",
+    budget: BudgetOpt = 60.0,
+    seed: SeedOpt = 0,
+    json_file: JsonOpt = None,
+    text: Annotated[bool, typer.Option("--text", help="Show every candidate's text form.")] = False,
+) -> None:
+    """Only search: candidates with their predicted cost, neither verified nor measured."""
+    graph = load_program(program, batch, dtype)
+    with Display() as progress:
+        found = search(
+            graph,
+            find(device),
+            space=SPACE,
+            budget=Budget(seconds=budget),
+            seed=seed,
+            progress=progress,
+        )
+    rows = [
+        CandidateRow(i, c.cost.launches, int(c.cost.bytes), c.cost.seconds * 1e6, note=c.note)
+        for i, c in enumerate(found.candidates)
+    ]
+    console = stdout()
+    console.print(candidate_table(rows))
+    if text:
+        for i, candidate in enumerate(found.candidates):
+            console.print(Text(f"\n# candidate {i}\n{to_text(candidate.graph)}"), soft_wrap=True)
+    stats = found.stats
+    pruned = ", ".join(f"{n:,} {rule}" for rule, n in stats.pruned.items())
+    console.print(f"{stats.states:,} states in {stats.seconds:.1f} s; pruned {pruned or 'none'}")
+    _write_json(
+        json_file,
+        {
+            "program": graph.name,
+            "search": {
+                "seconds": stats.seconds,
+                "states": stats.states,
+                "pruned": dict(stats.pruned),
+            },
+            "candidates": [
+                {
+                    "index": r.index,
+                    "kernels": r.kernels,
+                    "bytes": r.bytes,
+                    "predicted_us": r.predicted_us,
+                    "note": r.note,
+                    "graph": to_json(c.graph),
+                }
+                for r, c in zip(rows, found.candidates, strict=True)
+            ],
+        },
+    )
+
+
+@app.command("bench")
+def bench_command(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAMES]", help="Which; all by default.")
+    ] = None,
+    batch: BatchOpt = 1,
+    dtype: DTypeOpt = None,
+    budget: BudgetOpt = 60.0,
+    seed: SeedOpt = 0,
+    json_file: JsonOpt = None,
+) -> None:
+    """Time the named programs beside numpy, torch eager, torch.compile and SDPA."""
+    console = stdout()
+    columns = ("op_by_op", *benching.ALL)
+
+    def row_of(row: benching.BenchRow) -> list[str]:
+        if row.report is None:
+            return [row.program, "-", row.error, *[""] * len(columns)]
+        ratio = f"{row.ratio:.2f}" if row.ratio else "-"
+        spread = row.report.chosen.spread_us
+        return [
+            row.program,
+            f"{show_us(row.time_us)} ± {show_us(spread)}",
+            ratio,
+            *(show_us(row.baseline(name)) for name in columns),
+        ]
+
+    with Display() as progress:
+        rows = benching.run_bench(
+            names or (),
+            batch=batch,
+            dtype=dtype or "f32",
+            budget=budget,
+            seed=seed,
+            progress=progress,
+            each=lambda row: console.print(Text("  ".join(row_of(row)))),
+        )
+    console.print(rows_table(("program", "obelisk", "ratio", *columns), map(row_of, rows)))
+    for name, value in benching.summarise(rows).items():
+        console.print(f"{name}: {value:.3f}" if value is not None else f"{name}: -")
+    _write_json(json_file, benching.bench_json(rows))
+    if any(row.report is None for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(json_file: JsonOpt = None) -> None:
+    """Say what this machine has and lacks; exit 1 if something needed is missing."""
+    findings = examine()
+    console = stdout()
+    for f in findings:
+        mark = ("ok", "green") if f.ok else ("missing", "red") if f.needed else ("absent", "yellow")
+        console.print(Text.assemble((f"{mark[0]:8s}", mark[1]), f"{f.name}: {f.detail}"))
+        if not f.ok and f.remedy:
+            console.print(Text(f"        to mend it: {f.remedy}"), soft_wrap=True)
+    _write_json(
+        json_file,
+        {
+            "version": obelisk_version(),
+            "findings": [
+                {
+                    "name": f.name,
+                    "ok": f.ok,
+                    "needed": f.needed,
+                    "detail": f.detail,
+                    "remedy": f.remedy,
+                }
+                for f in findings
+            ],
+        },
+    )
+    if any(f.needed and not f.ok for f in findings):
+        raise typer.Exit(1)
+
+
+@cache_app.command("ls")
+def cache_ls(json_file: JsonOpt = None) -> None:
+    """List what is stored, newest first."""
+    store = Store.open()
+    found = store.list()
+    rows = [
+        (s.digest[:12], s.name, time.strftime("%Y-%m-%d %H:%M", time.localtime(s.created)))
+        for s in found
+    ]
+    stdout().print(
+        rows_table(
+            ("entry", "program", "made", "size"),
+            [(*r, show_bytes(s.nbytes)) for r, s in zip(rows, found, strict=True)],
+            left=3,
+        )
+    )
+    typer.echo(f"{len(found)} entries in {store.folder}")
+    _write_json(
+        json_file,
+        [
+            {"digest": s.digest, "program": s.name, "created": s.created, "bytes": s.nbytes}
+            for s in found
+        ],
+    )
+
+
+@cache_app.command("show")
+def cache_show(
+    entry: Annotated[str, typer.Argument(help="The beginning of an entry's digest.")],
+    json_file: JsonOpt = None,
+) -> None:
+    """Show one entry: what it answers, and with what."""
+    found = Store.open().show(entry)
+    for name, value in found.key.to_json().items():
+        typer.echo(f"{name}: {value}")
+    typer.echo(f"program name: {found.name}")
+    for name, path in found.artefacts.items():
+        typer.echo(f"{name}: {path}")
+    typer.echo(str(found.payload.get("chosen.txt", "")))
+    _write_json(json_file, {"key": found.key.to_json(), "payload": dict(found.payload)})
+
+
+@cache_app.command("rm")
+def cache_rm(
+    entry: Annotated[str | None, typer.Argument(help="The beginning of an entry's digest.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
+) -> None:
+    """Remove one entry, or all."""
+    if (entry is None) != everything:
+        raise UserError("cache rm needs the beginning of a digest, or --all")
+    typer.echo(f"{Store.open().remove(entry)} removed")
+
+
+@cache_app.command("verify")
+def cache_verify(json_file: JsonOpt = None) -> None:
+    """Read everything again; exit 1 if something is damaged."""
+    found = Store.open().verify()
+    for problem in found.problems:
+        typer.echo(problem)
+    typer.echo(
+        f"{found.entries} entries, {len(found.problems)} problems, {len(found.orphans)} files "
+        f"unused in {settings().cache_dir}"
+    )
+    _write_json(
+        json_file,
+        {
+            "entries": found.entries,
+            "problems": list(found.problems),
+            "orphans": [str(p) for p in found.orphans],
+        },
+    )
+    if found.problems:
+        raise typer.Exit(1)

@@ -1,0 +1,67 @@
+"""What `optimize` was asked for, checked: the frozen value that the stages of one run share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from obelisk.base.errors import UnknownName, UserError
+from obelisk.ir import Graph
+from obelisk.machine import Machine, MachineKind, find
+from obelisk.search import Space
+
+LEVELS = ("full", "quick")
+DEVICES = ("cpu", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request.
+
+    Attributes:
+        program: what to make fast.
+        machine, device: where it will run, and what the user called it.
+        budget: wall seconds for everything.
+        seed: of the search and the tuner.
+        cache: whether the store is asked and told.
+        verify_level: "full" or "quick".
+        baselines: names of what to measure beside it.
+        threads: threads of generated code.
+        space: what is searched.
+    """
+
+    program: Graph
+    machine: Machine
+    device: str
+    budget: float
+    seed: int
+    cache: bool
+    verify_level: str
+    baselines: tuple[str, ...]
+    threads: int
+    space: Space
+
+
+def make_request(
+    program: Graph,
+    device: str,
+    budget: float,
+    seed: int,
+    cache: bool,
+    verify_level: str,
+    baselines: tuple[str, ...],
+    threads: int,
+    space: Space,
+) -> Request:
+    """Check every part; raises `UnknownName` or `UserError` naming the part and what is allowed."""
+    machine = find(device)
+    if machine.kind is not MachineKind.CPU or device not in DEVICES:
+        raise UnknownName(f"device {device!r}: code is emitted for {' or '.join(DEVICES)} so far")
+    if not budget > 0:
+        raise UserError(f"budget is {budget} s, expected more than 0")
+    if verify_level not in LEVELS:
+        raise UnknownName(f"verify_level {verify_level!r}: known are {', '.join(LEVELS)}")
+    if threads < 1:
+        raise UserError(f"threads is {threads}, expected 1 or more")
+    return Request(
+        program, machine, device, budget, seed, cache, verify_level, baselines, threads, space
+    )
