@@ -17,13 +17,24 @@ from obelisk.ir.op import Op
 from obelisk.ir.table import TABLE, Kind
 from obelisk.machine import cpu, gpu
 from obelisk.machine.description import Machine, MachineKind
-from obelisk.machine.traffic import CACHE_SHARE, Operand, Traffic, launch_traffic, strides_of
+from obelisk.machine.traffic import (
+    CACHE_SHARE,
+    RESULT_SHARE,
+    WRITE_FACTOR,
+    Operand,
+    Traffic,
+    launch_traffic,
+    line_factor,
+    run_length,
+    strides_of,
+)
 from obelisk.machine.work import Work, arithmetic, matmul_shape, work
 
 OVERLAP = (
     0.2  # share of the smaller of memory and arithmetic time that does not hide behind the larger
 )
-_SOURCES = frozenset({Op.INPUT, Op.CONST, Op.SIZE, Op.IOTA})
+_CONSTANTS = frozenset({Op.CONST, Op.SIZE, Op.IOTA})
+LONE_LAUNCH = 0.2e-6  # a launch of one block on a CPU is a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,7 @@ def estimate(graph: Graph, machine: Machine) -> Cost:
     launches
     add up.
 
-    Tensors that an earlier launch made are read from the last cache where they fit half of it;
+    Tensors that an earlier launch made are read from the last cache where they fit a quarter of it;
     inputs come from device memory.
     """
     made: set[Node] = set()
@@ -124,7 +135,7 @@ def estimate(graph: Graph, machine: Machine) -> Cost:
 def _cached(node: Node, made: set[Node], machine: Machine) -> bool:
     while node.op in VIEWS:
         node = node.inputs[0]
-    return node in made and node.nbytes <= machine.last_cache / 2
+    return node in made and node.nbytes <= machine.last_cache * CACHE_SHARE * RESULT_SHARE
 
 
 def _combine(memory: float, compute: float) -> float:
@@ -157,7 +168,8 @@ def _block_cost(block: BlockGraph, operands: tuple[Operand, ...], machine: Machi
     else:
         compute, rate, waves = _cuda_parts(block, todo, active, machine)
     memory = _memory_seconds(traffic, rate, active, machine)
-    launch = machine.launch_seconds if blocks > 1 or machine.kind is MachineKind.CUDA else 0.2e-6
+    alone = blocks == 1 and machine.kind is MachineKind.CPU
+    launch = LONE_LAUNCH if alone else machine.launch_seconds
     grid = "x".join(map(str, block.grid))
     return LaunchCost(
         name=f"block grid={grid} loop={block.loop}",
@@ -193,25 +205,25 @@ def _cuda_parts(
 
 @lru_cache(maxsize=8192)
 def _primitive_cost(node: Node, operands: tuple[Operand, ...], machine: Machine) -> LaunchCost:
-    """One operator as a kernel of its own: reads its operands, writes its result, spread over the
-    cores as it can.
-    """
-    last = machine.last_cache * CACHE_SHARE
+    """One operator as a kernel of its own: reads its operands, writes its result, in even parts."""
+    on_cpu = machine.kind is MachineKind.CPU
     memory_bytes = cache_bytes = 0.0
-    for source, operand in zip(node.inputs, operands, strict=True):
-        size = _storage_bytes(source)
+    for at, (source, operand) in enumerate(zip(node.inputs, operands, strict=True)):
+        size = float(_storage_bytes(source))
+        if on_cpu and node.op is Op.MATMUL and at == 1:
+            size *= _column_factor(node, operand, machine)
         cache_bytes += size if operand.cached else 0
         memory_bytes += 0 if operand.cached else size
-    if machine.kind is MachineKind.CPU and node.nbytes <= last / 2:
-        cache_bytes += node.nbytes
+    written = node.nbytes * (WRITE_FACTOR if on_cpu else 1.0)
+    if on_cpu and node.nbytes <= machine.last_cache * CACHE_SHARE * RESULT_SHARE:
+        cache_bytes += written
     else:
-        memory_bytes += node.nbytes
-    product, other, _ = arithmetic(node)
-    if machine.kind is MachineKind.CPU:
-        blocks = _cpu_parts(node)
+        memory_bytes += written
+    if on_cpu:
+        blocks = _cpu_parts(node, machine)
         active = min(blocks, machine.cores)
-        seconds = cpu.step_cycles(node, False, machine.lanes) / machine.clock
-        compute = seconds / active
+        seconds = cpu.operator_seconds(node, operands, machine)
+        compute = seconds * -(-blocks // machine.cores) / blocks
         rate = min(machine.bandwidth, active * machine.core_bandwidth)
     else:
         blocks = gpu.primitive_blocks(node, machine)
@@ -220,7 +232,8 @@ def _primitive_cost(node: Node, operands: tuple[Operand, ...], machine: Machine)
         flight = 32768 if blocks >= machine.cores else 16384
         rate = min(machine.bandwidth, active * flight / machine.latency)
     memory = _memory_seconds(Traffic(memory_bytes, cache_bytes, 0.0, 0.0), rate, active, machine)
-    launch = machine.launch_seconds if blocks > 1 or machine.kind is MachineKind.CUDA else 0.2e-6
+    launch = machine.launch_seconds if blocks > 1 or not on_cpu else LONE_LAUNCH
+    product, other, _ = arithmetic(node)
     return LaunchCost(
         name=f"{node.op.value} {node.dtype}{list(node.shape)}",
         seconds=_combine(memory, compute) + launch,
@@ -235,19 +248,27 @@ def _primitive_cost(node: Node, operands: tuple[Operand, ...], machine: Machine)
 
 
 def _storage_bytes(node: Node) -> int:
-    """Bytes that a kernel reads for an operand: a broadcast reads its source, constants and sizes
-    nothing.
-    """
+    """Bytes that a kernel reads for an operand: a broadcast its source, constants nothing."""
     while node.op is Op.BROADCAST:
         node = node.inputs[0]
-    return 0 if node.op in _SOURCES - {Op.INPUT} else node.nbytes
+    return 0 if node.op in _CONSTANTS else node.nbytes
 
 
-def _cpu_parts(node: Node) -> int:
-    """Independent parts of an operator's result that cores can share."""
+def _cpu_parts(node: Node, machine: Machine) -> int:
+    """Parts that an operator's kernel is cut into: four a core, none too small to be worth it."""
     if node.op is Op.MATMUL:
-        b, m, n, _ = matmul_shape(node)
-        return b * -(-m // cpu.ROWS) * -(-n // 64)
-    if TABLE[node.op].kind is Kind.REDUCE:
-        return max(1, min(node.elements, node.inputs[0].elements // 1024))
-    return max(1, node.elements // 1024)
+        b, m, n, k = matmul_shape(node)
+        room = b * max(-(-n // 16), -(-m // cpu.ROWS))
+        return max(1, min(4 * machine.cores, room, b * m * n * k // 65536))
+    source = node.inputs[0] if TABLE[node.op].kind is Kind.REDUCE else node
+    return max(1, min(4 * machine.cores, source.elements // 8192))
+
+
+def _column_factor(node: Node, operand: Operand, machine: Machine) -> float:
+    """`line_factor` of a product's right operand when its columns are cut into parts."""
+    b, m, n, _ = matmul_shape(node)
+    parts = max(1, _cpu_parts(node, machine) // b) if n >= m else 1
+    tile = (*node.inputs[1].shape[:-1], -(-n // parts))
+    run, step = run_length(tile, node.inputs[1].shape, operand.strides)
+    width = node.inputs[1].dtype.nbytes
+    return line_factor(run * width, step * width, machine)

@@ -8,7 +8,7 @@ vectors with the last one padded.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 
 from obelisk.ir.block import BlockGraph
 from obelisk.ir.dtype import DType
@@ -26,7 +26,7 @@ STEP_CALL = 12.0  # cycles to start the loop nest of one value
 BLOCK_CALL = 250.0  # cycles to fetch a block's number and compute its offsets
 ITERATION = 15.0
 SWEEP = 6.0  # cycles of a horizontal fold
-PACK = 0.5  # cycles an element to reorder an operand whose columns are not contiguous
+PACK = 0.7  # cycles an element to reorder an operand whose columns are not contiguous
 _NARROW = frozenset({DType.F16, DType.BF16, DType.F8E4M3, DType.I8, DType.I4})
 
 
@@ -35,16 +35,34 @@ def lanes_for(node: Node, lanes: int) -> int:
     return max(1, lanes // 2) if node.dtype is DType.F64 else lanes
 
 
-@lru_cache(maxsize=16384)
-def matmul_cycles(b: int, m: int, n: int, k: int, lanes: int) -> float:
-    """Cycles of b products (m, k) @ (k, n) on one core, operands in its nearest cache."""
+def micro_kernel(m: int, n: int, lanes: int) -> tuple[int, int, int, int]:
+    """Rows and vector columns of the register tile for an m by n product, and how many of each."""
     vectors = -(-n // lanes)
     row_tiles = -(-m // ROWS)
     rows = -(-m // row_tiles)
     columns = min(vectors, max(1, ACCUMULATORS // rows))
-    tiles = b * row_tiles * -(-vectors // columns)
+    return rows, columns, row_tiles, -(-vectors // columns)
+
+
+@lru_cache(maxsize=16384)
+def matmul_cycles(b: int, m: int, n: int, k: int, lanes: int) -> float:
+    """Cycles of b products (m, k) @ (k, n) on one core, operands in its nearest cache."""
+    rows, columns, row_tiles, panels = micro_kernel(m, n, lanes)
     per_k = max(rows * columns / 2, (rows + columns) / 2, FMA_LATENCY)
-    return tiles * (k * per_k + 2.0 * rows * columns + TILE_CALL)
+    return b * row_tiles * panels * (k * per_k + 2.0 * rows * columns + TILE_CALL)
+
+
+@lru_cache(maxsize=16384)
+def refetch_seconds(b: int, m: int, n: int, k: int, lanes: int, machine: Machine) -> float:
+    """Seconds to fetch again what a product's register tile does not keep.
+
+    The right operand comes again for every row of tiles, from the cache that holds a panel of it;
+    the left one for every panel, from the cache that holds all of it. Half hides behind arithmetic.
+    """
+    _, columns, row_tiles, panels = micro_kernel(m, n, lanes)
+    right = 4.0 * b * k * n * (row_tiles - 1) / level_rate(4 * k * columns * lanes, machine)
+    left = 4.0 * b * m * k * (panels - 1) / level_rate(4 * m * k, machine)
+    return 0.5 * (right + left)
 
 
 def vectors_of(shape: tuple[int, ...], lanes: int) -> float:
@@ -84,26 +102,27 @@ def step_cycles(node: Node, fused: bool, lanes: int) -> float:
     return (0.0 if fused else STEP_CALL) + arithmetic + moves * vectors
 
 
-def _operand_bytes(node: Node) -> float:
-    """Bytes that evaluating a value streams through the core, beyond what a product keeps in
-    registers.
-    """
-    if node.op is Op.MATMUL:
-        b, m, n, k = matmul_shape(node)
-        return 4.0 * b * k * (n * -(-m // ROWS) + m)
-    if TABLE[node.op].kind is Kind.REDUCE:
-        return 4.0 * node.inputs[0].elements
-    return 8.0 * node.elements
+def packing_cycles(right: Node, rows: int, strides: tuple[int, ...], lanes: int) -> float:
+    """Cycles to bring a product's right operand into panels: nothing for few rows, else a copy.
 
-
-def _packing(node: Node, operands: tuple[Operand, ...]) -> float:
-    """Cycles to reorder the right operand of a product where its columns are not contiguous in
-    memory.
+    Each element on its own where the columns are not contiguous (`strides` in memory).
     """
-    right = node.inputs[1]
-    if right.op is Op.LOAD and right.shape[-1] > 1 and operands[right.attrs.index].strides[-1] != 1:
+    if right.shape[-1] > 1 and strides[-1] != 1:
         return right.elements * PACK
-    return 0.0
+    return right.elements / lanes if rows > ROWS else 0.0
+
+
+def _product_seconds(
+    node: Node, operands: tuple[Operand, ...], lanes: int, machine: Machine
+) -> float:
+    """Packing and fetching again, for one evaluation of a product in a block."""
+    right = node.inputs[1]
+    b, m, n, k = matmul_shape(node)
+    dense = (1,) * right.rank
+    strides = operands[right.attrs.index].strides if right.op is Op.LOAD else dense
+    wide = lanes_for(node, lanes)
+    packing = packing_cycles(right, m, strides, wide) / machine.clock
+    return packing + refetch_seconds(b, m, n, k, wide, machine)
 
 
 def block_seconds(
@@ -112,27 +131,34 @@ def block_seconds(
     """Seconds that one core needs for one block, its tiles where the footprint lets them be."""
     lanes = machine.lanes
     cycles = BLOCK_CALL + ITERATION * todo.iterations
-    streamed = 0.0
+    extra = stored = 0.0
     for step in todo.steps:
         node = step.node
-        cost = step_cycles(node, step.fused, lanes)
+        cycles += step_cycles(node, step.fused, lanes) * step.times
         if node.op is Op.MATMUL:
-            cost += _packing(node, operands)
-        cycles += cost * step.times
-        if not step.fused or node.op is Op.MATMUL:
-            streamed += _operand_bytes(node) * step.times
-    seconds = cycles / machine.clock
-    # Beyond the first level, operands arrive at the rate of the level that holds the block's tiles;
-    # half of it hides behind arithmetic.
-    rate = level_rate(todo.peak, machine)
-    return seconds + (0.5 * streamed / rate if rate else 0.0)
+            extra += step.times * _product_seconds(node, operands, lanes, machine)
+        elif not step.fused:
+            stored += 8.0 * node.elements * step.times  # written once, read once
+    return cycles / machine.clock + extra + 0.5 * stored / level_rate(todo.peak, machine)
+
+
+def operator_seconds(node: Node, operands: tuple[Operand, ...], machine: Machine) -> float:
+    """Seconds of a kernel-level operator on one core, memory aside."""
+    seconds = step_cycles(node, False, machine.lanes) / machine.clock
+    if node.op is not Op.MATMUL:
+        return seconds
+    b, m, n, k = matmul_shape(node)
+    wide = lanes_for(node, machine.lanes)
+    packing = packing_cycles(node.inputs[1], m, operands[1].strides, wide) / machine.clock
+    return seconds + packing + refetch_seconds(b, m, n, k, wide, machine)
 
 
 def level_rate(size: int, machine: Machine) -> float:
-    """Bytes per second of the smallest cache level that holds `size` bytes; 0 for the first, where
-    streaming is free.
+    """Bytes per second of the smallest cache level that holds `size` bytes.
+
+    Infinite for the first level, whose accesses the cycle counts include.
     """
     for at, cache in enumerate(machine.caches):
-        if size <= cache.size // max(1, cache.cores if cache.level > 2 else 1):
-            return cache.bandwidth if at else 0.0
+        if size <= cache.size // (cache.cores if cache.level > 2 else 1):
+            return cache.bandwidth if at else inf
     return machine.core_bandwidth

@@ -120,6 +120,10 @@ class Machine:
     warp: int = 1
     capability: tuple[int, int] | None = None
 
+    def __hash__(self) -> int:
+        # Enough to tell machines apart; a search hashes a machine with every cached estimate.
+        return hash((self.name, self.arch, self.cores, self.clock))
+
     def peak(self, dtype: DType) -> float:
         """Operations per second of a matrix product of `dtype` operands; a dtype that is not listed
         runs as f32.

@@ -76,96 +76,98 @@ def footprint(block: BlockGraph) -> int:
 @lru_cache(maxsize=4096)
 def residence(block: BlockGraph) -> Residence:
     """`footprint`, with and without the accumulators."""
-    accumulators = sum(value_bytes(n) for n in block.body if n.op in CLOSING)
     life = _Lifetimes(block)
-    return Residence(life.peak(True), life.peak(False), accumulators)
+    accumulators = sum(life.size[n] for n in life.closing)
+    before = _peak(life, life.before, {}, set(life.kept))
+    held = {n: life.size[n] for n in (*life.kept, *life.closing)}
+    held |= {n: 2 * life.size[n] for n in life.states}
+    inside = _peak(life, life.inside, held, set(held))
+    late = {n: life.size[n] for n in life.late}
+    after = _peak(life, life.after, late, set())
+    peak = max(before, inside, after)
+    tiles = peak
+    if accumulators:
+        late = {n: 0 if n.op in CLOSING else size for n, size in late.items()}
+        tiles = max(before, inside - accumulators, _peak(life, life.after, late, set()))
+    return Residence(peak, tiles, accumulators)
 
 
 class _Lifetimes:
-    """Who reads what in which phase."""
+    """Who reads what in which phase.
+
+    Attributes:
+        reads: for each value with storage of its own, the stored values that it reads.
+        size: bytes of each such value that it must be given when it is computed.
+        before, inside, after: values by phase, operands first.
+        kept: values made before the loop and read in it or after it.
+        late: accumulators and kept values that the end reads.
+        closing, states: accumulators and running maxima.
+    """
 
     def __init__(self, block: BlockGraph) -> None:
-        body, phase = block.body, block.info.phase
-        self.root: dict[Node, Node] = {}
+        phase = block.info.phase
+        root: dict[Node, Node] = {}
         readers: dict[Node, list[Node]] = {}
-        for node in body:
-            view = node.op in VIEWS
-            self.root[node] = self.root[node.inputs[0]] if view else node
+        self.reads: dict[Node, tuple[Node, ...]] = {}
+        for node in block.body:
+            op = node.op
+            if op in VIEWS:
+                root[node] = root[node.inputs[0]]
+                continue
+            root[node] = node
             readers[node] = []
-            if not view:
-                for i in dict.fromkeys(self.root[i] for i in node.inputs):
-                    readers[i].append(node)
-        real = [n for n in body if self.root[n] is n]
-        self.closing = [n for n in real if n.op in CLOSING]
-        self.states = [n for n in real if n.op is Op.RUNNING_MAX]
-        self.inside = [n for n in real if phase[n] is Phase.LOOP or n.op in CLOSING]
-        loop = set(self.inside)
-        before: set[Node] = set()  # invariant values that the loop reads, at first or second hand
-        for node in reversed(real):
+            # `size` asks for an extent, not for elements.
+            reads = () if op is Op.SIZE else tuple({root[i]: None for i in node.inputs})
+            self.reads[node] = reads
+            for i in reads:
+                readers[i].append(node)
+        self.closing = [n for n in readers if n.op in CLOSING]
+        self.states = [n for n in readers if n.op is Op.RUNNING_MAX]
+        self.inside = [n for n in readers if phase[n] is Phase.LOOP or n.op in CLOSING]
+        loop, before = set(self.inside), set[Node]()
+        for node in reversed(readers):  # invariant values that the loop reads, at any remove
             if phase[node] is Phase.INVARIANT and any(
                 r in loop or r in before for r in readers[node]
             ):
                 before.add(node)
-        self.before = [n for n in real if n in before]
-        self.after = [n for n in real if n not in before and n not in loop]
+        self.before = [n for n in readers if n in before]
+        self.after = [n for n in readers if n not in before and n not in loop]
         self.kept = [n for n in self.before if any(r not in before for r in readers[n])]
         late = set(self.after)
         self.late = [n for n in (*self.kept, *self.closing) if any(r in late for r in readers[n])]
-        stored = {self.root[s.value] for s in block.stores}
-        self.fused = {
-            n
-            for n in real
-            if n.op is Op.MATMUL
-            and [r.op for r in readers[n]] == [Op.ACCUM_SUM]
-            and n not in stored
-        }
+        stored = {root[s.value] for s in block.stores}
+        self.size = {n: value_bytes(n) for n in readers}
+        for node, by in readers.items():
+            summed = len(by) == 1 and by[0].op is Op.ACCUM_SUM and node.op is Op.MATMUL
+            if summed and node not in stored:
+                self.size[node] = 0  # added to the accumulator in place
 
-    def peak(self, with_accumulators: bool) -> int:
-        """The largest sum of live bytes over the three phases."""
-        skip = set() if with_accumulators else set(self.closing)
-        held = {n: value_bytes(n) for n in (*self.kept, *self.closing) if n not in skip}
-        held |= {n: 2 * value_bytes(n) for n in self.states}
-        pinned = set(held) | skip
-        late = {n: value_bytes(n) for n in self.late if n not in skip}
-        return max(
-            self._phase(self.before, {}, set(self.kept)),
-            self._phase(self.inside, held, pinned),
-            self._phase(self.after, late, skip),
-        )
 
-    def _phase(self, steps: Sequence[Node], held: Mapping[Node, int], pinned: set[Node]) -> int:
-        """Peak of one phase: `held` is live at its start, `pinned` values never die in it."""
-        root = self.root
-        last: dict[Node, int] = {}
-        for t, node in enumerate(steps):
-            for i in node.inputs:
-                last[root[i]] = t
-        live = dict(held)
-        now = peak = sum(live.values())
-        for t, node in enumerate(steps):
-            made = (
-                node in live or node in self.fused or node.op in CLOSING
-            )  # storage is there already
-            size = 0 if made else value_bytes(node)
-            dying = [
-                o
-                for o in dict.fromkeys(root[i] for i in node.inputs)
-                if o in live and last[o] == t and o not in pinned
-            ]
-            if size:
-                heir = next((o for o in dying if live[o] == size), None) if in_place(node) else None
-                if heir is not None:
-                    dying.remove(heir)
-                    del live[heir]
-                else:
-                    now += size
-                    peak = max(peak, now)
-                live[node] = size
-                if node not in last and node not in pinned:
-                    dying.append(node)  # stored at once, read by nobody here
-            for o in dying:
-                now -= live.pop(o)
-        return peak
+def _peak(
+    life: _Lifetimes, steps: Sequence[Node], held: Mapping[Node, int], pinned: set[Node]
+) -> int:
+    """Peak of one phase: `held` is live at its start, `pinned` values never die in it."""
+    reads, sizes = life.reads, life.size
+    last = {o: t for t, node in enumerate(steps) for o in reads[node]}
+    live = dict(held)
+    now = peak = sum(held.values())
+    for t, node in enumerate(steps):
+        dying = [o for o in reads[node] if last[o] == t and o in live and o not in pinned]
+        size = 0 if node in live else sizes[node]
+        if size and node.op not in CLOSING:
+            heir = next((o for o in dying if live[o] == size), None) if in_place(node) else None
+            if heir is not None:
+                dying.remove(heir)
+                del live[heir]
+            else:
+                now += size
+                peak = max(peak, now)
+            live[node] = size
+            if node not in last and node not in pinned:
+                dying.append(node)  # stored at once, read by nobody here
+        for o in dying:
+            now -= live.pop(o)
+    return peak
 
 
 def capacity(block: BlockGraph, machine: Machine) -> str | None:

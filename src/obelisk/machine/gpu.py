@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from obelisk.ir.block import BlockGraph
 from obelisk.ir.dtype import DType
@@ -112,4 +111,5 @@ def primitive_blocks(node: Node, machine: Machine) -> int:
         return max(
             tiles, min(machine.cores, tiles * max(1, k // 256))
         )  # split along k where tiles are few
-    return max(1, prod(node.shape) // 1024)
+    elements = node.inputs[0].elements if TABLE[node.op].kind is Kind.REDUCE else node.elements
+    return max(1, elements // 1024)

@@ -7,11 +7,12 @@ anything.
 
 from __future__ import annotations
 
+from obelisk.ir.block import BlockGraph
 from obelisk.ir.graph import Graph
 from obelisk.ir.node import Node, topological
 from obelisk.ir.op import Op
 from obelisk.machine.description import Machine
-from obelisk.machine.work import arithmetic
+from obelisk.machine.work import arithmetic, work
 
 
 def roofline(graph: Graph, machine: Machine) -> float:
@@ -29,9 +30,9 @@ def _busy(node: Node, machine: Machine) -> float:
     if node.op is not Op.BLOCK:
         product, other, _ = arithmetic(node)
         return product / machine.peak(node.dtype) + other / machine.vector_flops
-    block = node.attrs.block
-    total = 0.0
-    for inner in block.body:
-        product, _, _ = arithmetic(inner)
-        total += product * block.blocks / machine.peak(inner.dtype)
-    return total
+    block: BlockGraph = node.attrs.block
+    busy = 0.0
+    for step in work(block).steps:
+        product, _, _ = arithmetic(step.node)
+        busy += product * step.times * block.blocks / machine.peak(step.node.dtype)
+    return busy
