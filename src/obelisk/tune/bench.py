@@ -1,0 +1,114 @@
+"""The test bench of one tuning: shared memory around the worker, the right answers, and checked
+calls.
+
+Takes the program, its `Reference` and a size of scratch memory; `put` and `blank` prepare a call,
+`broken` and `judged` look at what it left. Everything is judged on this side, from memory that the
+worker only lends out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from obelisk.ir.graph import Graph
+from obelisk.tune.judge import (
+    Judgement,
+    Reference,
+    TensorSpec,
+    fill,
+    input_specs,
+    judge,
+    output_specs,
+)
+from obelisk.tune.regions import Region
+from obelisk.tune.supervisor import Supervisor
+
+
+class Bench:
+    """A context manager: memory and worker are released at the end.
+
+    Attributes:
+        program, right: what is computed, and the right answers.
+        limit: seconds that one checked call may take.
+        child: the worker, started on demand.
+    """
+
+    def __init__(
+        self, program: Graph, right: Reference, threads: int, limit: float, scratch_bytes: int
+    ) -> None:
+        self.program, self.right, self.limit = program, right, limit
+        self._specs_in, self._specs_out = input_specs(program), output_specs(program)
+        self._ins = [Region(s.nbytes, i) for i, s in enumerate(self._specs_in)]
+        self.outs = [Region(s.nbytes, i) for i, s in enumerate(self._specs_out)]
+        self._scratch = Region(max(scratch_bytes, 1))
+        hello = {
+            "inputs": [_plain(s) for s in self._specs_in],
+            "outputs": [_plain(s) for s in self._specs_out],
+            "input_regions": [_place(r) for r in self._ins],
+            "output_regions": [_place(r) for r in self.outs],
+            "scratch_region": _place(self._scratch),
+            "threads": threads,
+        }
+        self.child = Supervisor(hello, tuple(r.spec.fd for r in self._regions()))
+
+    def _regions(self) -> list[Region]:
+        return [*self._ins, *self.outs, self._scratch]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.child.stop()
+        for region in self._regions():
+            region.close()
+
+    def put(self, which: int) -> None:
+        """Put input set `which` where the worker reads it.
+
+        Always the same addresses, so a stale copy shows.
+        """
+        for region, spec, array in zip(
+            self._ins, self._specs_in, self.right.inputs[which], strict=True
+        ):
+            region.data[:] = 0xFF
+            spec.view(region.data)[...] = array
+
+    def blank(self, turn: int, scratch_bytes: int = 0) -> None:
+        """Fill the outputs with the turn's NaN, the scratch area with garbage, and set all
+        canaries.
+        """
+        for region, spec in zip(self.outs, self._specs_out, strict=True):
+            region.data.reshape(-1, spec.dtype.numpy.itemsize)[:] = fill(spec.dtype, turn)
+            region.arm()
+        self._scratch.data[:scratch_bytes] = 0xFF
+        self._scratch.arm(scratch_bytes)
+
+    def broken(self, scratch_bytes: int = 0) -> str:
+        """Which canary was overwritten, in words; empty when none was."""
+        for name, region in zip(self.program.output_names, self.outs, strict=True):
+            if text := region.broken():
+                return f"output {name!r}: {text}"
+        text = self._scratch.broken(scratch_bytes)
+        return f"scratch area of {scratch_bytes} bytes: {text}" if text else ""
+
+    def judged(self, which: int, turn: int) -> Judgement:
+        """Judge what the shared outputs hold after a call on input set `which`, blanked with
+        `turn`.
+        """
+        return judge([r.data for r in self.outs], self.program, self.right, which, turn)
+
+
+def _plain(spec: TensorSpec) -> dict[str, Any]:
+    strides: Sequence[int] | None = spec.strides
+    return {"shape": spec.shape, "dtype": spec.dtype.value, "strides": strides}
+
+
+def _place(region: Region) -> tuple[int, int]:
+    return region.spec.fd, region.spec.nbytes

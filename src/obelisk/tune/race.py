@@ -1,0 +1,142 @@
+"""The race: who is fastest, found with few calls and in spite of noise. Knows nothing of processes
+or arrays.
+
+Takes runners and a function that gives one runner's turn (seconds of one call, several samples);
+appends one value per round to each runner that is still in. All runners of a round run one after
+the other in a shuffled order, so drift of the machine hits all alike and rounds can be compared in
+pairs. docs/tune.md states the protocol.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from obelisk.tune.stats import median, slower_p
+
+SIGNIFICANT = 0.01  # one-sided sign test
+TIE = 0.01  # medians closer than this are equal for every practical purpose
+FIRST = 7  # rounds before the first judgement: the fewest at which the test can reach SIGNIFICANT
+ROUNDS = 56
+HOPELESS = 4.0  # times the fastest in the probe: not raced at all
+
+
+@dataclass(slots=True)
+class Runner:
+    """One contender of the race.
+
+    Attributes:
+        key: index for the caller.
+        pinned: never dropped (the program's own kernels, baselines): a report needs its time.
+        candidate: may win.
+        estimate: seconds of a call by the probe.
+        values: per round, the median of its samples.
+        calls: timed calls so far.
+        out: why it left before the end ("" while it is in).
+    """
+
+    key: int
+    pinned: bool
+    candidate: bool
+    estimate: float
+    values: list[float] = field(default_factory=list)
+    calls: int = 0
+    out: str = ""
+
+    @property
+    def score(self) -> float:
+        """Median over rounds; the probe's estimate before the first one."""
+        return median(self.values) if self.values else self.estimate
+
+
+Turn = Callable[[Runner], "tuple[list[float], int] | None"]
+
+
+def race(
+    runners: Sequence[Runner],
+    turn: Turn,
+    deadline: float,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+    clock: Callable[[], float] = time.monotonic,
+    watch: Callable[[int, Sequence[Runner]], None] = lambda n, alive: None,
+) -> str:
+    """Run rounds until the order is clear, `rounds` are done, or `clock()` passes `deadline`; says
+    which.
+
+    `turn` returns samples and the number of calls, or None when the runner fell (it then leaves).
+    Successive halving: after FIRST rounds and whenever that many have doubled, runners that are
+    significantly slower than the leader leave, and of the rest the slower half unless tied with it.
+    """
+    rng = np.random.default_rng(seed)
+    best = min((r.estimate for r in runners if r.candidate), default=0.0)
+    for r in runners:
+        if not r.pinned and r.estimate > HOPELESS * best:
+            r.out = f"over {HOPELESS:g} times slower than the best in the probe"
+    done, check = 0, FIRST
+    while done < rounds:
+        alive = [r for r in runners if not r.out]
+        if not alive:
+            return "nobody is left"
+        for i in rng.permutation(len(alive)):
+            if clock() > deadline:
+                return "the time budget was used up"
+            got = turn(alive[i])
+            if got is None:
+                alive[i].out = alive[i].out or "fell"
+                continue
+            samples, calls = got
+            alive[i].values.append(median(samples))
+            alive[i].calls += calls
+        done += 1
+        watch(done, alive)
+        if done == check:
+            check *= 2
+            _drop(runners, done)
+            if _settled(runners, done):
+                return "the order is clear"
+    return f"{rounds} rounds were run"
+
+
+def leader(runners: Sequence[Runner]) -> Runner | None:
+    """The candidate with the smallest score among those still in."""
+    return min(
+        (r for r in runners if r.candidate and not r.out), key=lambda r: r.score, default=None
+    )
+
+
+def significantly_slower(a: Runner, b: Runner) -> bool:
+    """Whether `a` lost to `b` in so many paired rounds that chance is ruled out, and by more than a
+    tie.
+    """
+    return a.score > (1 + TIE) * b.score and slower_p(a.values, b.values) < SIGNIFICANT
+
+
+def _drop(runners: Sequence[Runner], done: int) -> None:
+    first = leader(runners)
+    if first is None:
+        return
+    for r in runners:
+        if not r.out and r.candidate and not r.pinned and significantly_slower(r, first):
+            r.out = f"significantly slower after {done} rounds"
+    field_ = sorted((r for r in runners if r.candidate and not r.out), key=lambda r: r.score)
+    for r in field_[max(2, -(-len(field_) // 2)) :]:
+        if not r.pinned and r.score > (1 + TIE) * first.score:
+            r.out = f"in the slower half after {done} rounds"
+    for r in runners:
+        # A baseline that is far off has been timed often enough for the report.
+        if not r.candidate and not r.out and done >= 2 * FIRST and r.score > 2 * first.score:
+            r.out = f"far slower after {done} rounds"
+
+
+def _settled(runners: Sequence[Runner], done: int) -> bool:
+    first = leader(runners)
+    if first is None or done < 2 * FIRST:
+        return False
+    rivals = [r for r in runners if not r.out and r is not first]
+    clear = all(significantly_slower(r, first) or significantly_slower(first, r) for r in rivals)
+    tied = all(abs(r.score / first.score - 1) <= TIE for r in rivals)
+    return clear or (tied and done >= 4 * FIRST)

@@ -1,0 +1,436 @@
+"""Check every candidate, race the right ones, choose. The stage `tune` of the pipeline.
+
+Takes the program, its built candidates and optional Python baselines; gives a `TuneReport`.
+Whatever a candidate does, the run goes on and the report names it. Correctness first: nothing wrong
+is ever timed against the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import psutil
+
+from obelisk.base.errors import UserError
+from obelisk.base.log import logger
+from obelisk.base.progress import Progress, Silent
+from obelisk.ir.graph import Graph
+from obelisk.machine.host import host
+from obelisk.tune.bench import Bench
+from obelisk.tune.judge import SETS, Judgement, input_specs, output_specs, reference
+from obelisk.tune.race import Runner, leader, race, significantly_slower
+from obelisk.tune.stats import interval, quartile_range
+from obelisk.tune.supervisor import Fallen
+from obelisk.tune.types import Contender, Measured, Status, TuneItem, TuneReport, count_line
+
+_ORDER = (*range(SETS), 0)  # input sets of the checked calls: the first one comes again
+_CHECK_SHARE = 0.6  # of the budget at most for checking, the rest for the race
+_BATCH_SECONDS = 1e-3  # a sample lasts at least so long: 10^4 times the clock's step
+_SAMPLES = 3
+_SETTLE_LIBRARY, _SETTLE_PYTHON = 0.002, 0.03  # OpenBLAS threads spin for about 27 ms after work
+_STREAMED_SHARE = 0.25  # of the last-level cache: inputs larger than this come from memory in use
+_MOST_COPIES = 8
+_COPY_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of one contender so far."""
+
+    name: str
+    status: Status = Status.UNTRIED
+    detail: str = "not reached"
+    seconds: float | None = None
+    error: float | None = None
+    repeatable: bool | None = None
+    runner: Runner | None = None
+
+    def fell(self, status: Status, detail: str) -> None:
+        self.status, self.detail = status, detail
+
+
+def tune(
+    program: Graph,
+    items: Sequence[TuneItem],
+    *,
+    contenders: Sequence[Contender] = (),
+    budget_seconds: float = 30.0,
+    threads: int = 1,
+    seed: int = 0,
+    progress: Progress | None = None,
+    limit_seconds: float = 5.0,
+) -> TuneReport:
+    """Check all items against the program's float64 meaning, race the right ones, and choose the
+    fastest.
+
+    Args:
+        program: what they must compute.
+        items: candidates, best-ranked first; item 0 is by convention the program's own op-by-op
+            kernels and wins ties.
+        contenders: Python baselines, checked and timed in the same process and rounds; they cannot
+            win.
+        budget_seconds: wall time for checks and race. The reference comes on top, and so does each
+            contender's own preparation (bounded by its `limit_seconds`).
+        threads: passed to every call.
+        seed: of the inputs and of the order within rounds.
+        progress: gets stage "tune" with `done`, `of`, `ok`, then stage "race" with `round`,
+            `alive`, `best_us`.
+        limit_seconds: a checked call that takes longer counts as a hang.
+
+    Returns the report, also when no item is right, when the budget ends early, and on Ctrl-C.
+    Raises `UserError` for a budget or thread count that is not positive, or a contender that no
+    other process could import.
+    """
+    if budget_seconds <= 0 or threads < 1 or limit_seconds <= 0:
+        raise UserError(
+            f"tune: budget_seconds {budget_seconds}, limit_seconds {limit_seconds} and "
+            f"threads {threads} must all be positive"
+        )
+    targets = [c.target for c in contenders]
+    run = _Tuning(program, items, contenders, targets, threads, seed, progress or Silent())
+    return run.report(budget_seconds, limit_seconds)
+
+
+class _Tuning:
+    """One run of `tune`.
+
+    The stages as methods, what is known so far as state, so that Ctrl-C loses nothing.
+    """
+
+    def __init__(
+        self,
+        program: Graph,
+        items: Sequence[TuneItem],
+        contenders: Sequence[Contender],
+        targets: Sequence[str],
+        threads: int,
+        seed: int,
+        progress: Progress,
+    ) -> None:
+        self.program, self.items, self.contenders = program, items, contenders
+        self.targets, self.threads, self.seed, self.progress = targets, threads, seed, progress
+        self.states = [_State(i.name) for i in items] + [_State(c.name) for c in contenders]
+        self.copies, self.cache_state, self.scale = 1, "resident", 1.0
+        self.allowed: float | None = None
+        self.known: set[int] = set()  # contenders that the present worker of the race has
+        self.generation = 0  # of that worker
+        self.after_python = False
+        self.notes: list[str] = []
+
+    def report(self, budget: float, limit: float) -> TuneReport:
+        start = time.monotonic()
+        interrupted = False
+        try:
+            right = reference(self.program, self.seed)
+            self.scale, self.allowed = right.scale, max(right.allowed)
+            if right.scale < 1:
+                self.notes.append(
+                    f"inputs have deviation {right.scale:g}: "
+                    "at 1 the program overflows in its own dtypes"
+                )
+            scratch = max((i.scratch_bytes for i in self.items), default=0)
+            with Bench(self.program, right, self.threads, limit, scratch) as bench:
+                begin = time.monotonic()
+                self._check_all(bench, begin + _CHECK_SHARE * budget)
+                self._race(bench, begin, budget)
+        except KeyboardInterrupt:
+            interrupted = True
+            self.notes.append("interrupted: this is the best found until then")
+        winner, reason = self._choose()
+        n = len(self.items)
+        return TuneReport(
+            program=self.program.name,
+            items=tuple(self._measured(s) for s in self.states[:n]),
+            contenders=tuple(self._measured(s) for s in self.states[n:]),
+            winner=winner, reason=reason, cache_state=self.cache_state, copies=self.copies,
+            input_scale=self.scale, threads=self.threads, seed=self.seed,
+            seconds=time.monotonic() - start, interrupted=interrupted, notes=tuple(self.notes),
+        )  # fmt: skip
+
+    # --- checks ---
+
+    def _check_all(self, bench: Bench, deadline: float) -> None:
+        for key, item in enumerate(self.items):
+            if time.monotonic() > deadline:
+                self.notes.append("the time budget ended before every item was checked")
+                break
+            self._check(bench, key, item)
+            good = sum(s.status is Status.OK for s in self.states)
+            self.progress.update("tune", {"done": key + 1, "of": len(self.items), "ok": good})
+            state = self.states[key]
+            if state.status is not Status.OK:
+                logger("tune").info("%s: %s, %s", item.name, state.status.value, state.detail)
+
+    def _check(self, bench: Bench, key: int, item: TuneItem) -> None:
+        state = self.states[key]
+        if (why := _interface(self.program, item.graph)) or not item.library.is_file():
+            state.fell(Status.UNLOADABLE, why or f"there is no file {item.library}")
+            return
+        first: list[np.ndarray] = []
+        worst, times = 0.0, []
+        for turn, which in enumerate(_ORDER):
+            try:
+                got, seconds = self._checked_call(bench, key, item, turn, which)
+            except Fallen as e:
+                state.fell(e.status, e.detail)
+                return
+            if got.status is not Status.OK:
+                if (
+                    turn
+                    and got.status is not Status.OVERRUN
+                    and self._fresh(bench, key, item, which)
+                ):
+                    text = f"right in a fresh process, but on call {turn + 1}: {got.detail}"
+                    got = Judgement(Status.STALE, text, got.error)
+                state.fell(got.status, got.detail)
+                state.error = got.error
+                return
+            worst = max(worst, got.error)
+            times.append(seconds)
+            if turn == 0:
+                first = [r.data.copy() for r in bench.outs]
+        same = all(np.array_equal(a, r.data) for a, r in zip(first, bench.outs, strict=True))
+        state.status, state.detail = Status.OK, ""
+        state.error, state.seconds, state.repeatable = worst, min(times), same
+
+    def _checked_call(
+        self, bench: Bench, key: int, item: TuneItem, turn: int, which: int
+    ) -> tuple[Judgement, float]:
+        """One call in the worker on input set `which`, judged here; raises `Fallen`."""
+        self._load(bench, key, item)
+        bench.put(which)
+        bench.blank(turn, item.scratch_bytes)
+        answer = bench.child.ask(bench.limit, "run", key=key)
+        if answer["code"]:
+            raise Fallen(Status.REFUSED, f"it returned {answer['code']}")
+        if text := bench.broken(item.scratch_bytes):
+            return Judgement(Status.OVERRUN, text), 0.0
+        return bench.judged(which, turn), float(answer["seconds"])
+
+    def _load(self, bench: Bench, key: int, item: TuneItem) -> None:
+        bench.child.start()
+        try:
+            bench.child.ask(bench.limit, "load", key=key, path=str(item.library))
+        except Fallen as e:
+            status = Status.UNLOADABLE if e.status is Status.REFUSED else e.status
+            raise Fallen(status, e.detail) from e
+
+    def _fresh(self, bench: Bench, key: int, item: TuneItem, which: int) -> bool:
+        """Whether the item is right on this input set as the first call of a new process."""
+        bench.child.stop()
+        try:
+            return self._checked_call(bench, key, item, 0, which)[0].status is Status.OK
+        except Fallen:
+            return False
+
+    # --- the race ---
+
+    def _race(self, bench: Bench, begin: float, budget: float) -> None:
+        """Race everyone who is right, in one fresh worker that no bad candidate has touched."""
+        self._choose_copies()
+        bench.child.stop()
+        left = max(budget - (time.monotonic() - begin), 0.0)
+        n = len(self.items)
+        for key in range(n, len(self.states)):
+            self._admit(bench, key)
+        deadline = time.monotonic() + left
+        for key, state in enumerate(self.states):
+            if state.status is Status.OK and (key == 0 or time.monotonic() < deadline):
+                self._probe(bench, key)
+        entered = [s for s in self.states if s.runner is not None and s.status is Status.OK]
+
+        def watch(done: int, alive: Sequence[Runner]) -> None:
+            first = leader(alive)
+            best = first.score * 1e6 if first else 0.0
+            self.progress.update("race", {"round": done, "alive": len(alive), "best_us": best})
+
+        runners = [s.runner for s in entered if s.runner is not None]
+        if runners:
+            turn = partial(self._turn, bench)
+            self.notes.append(f"race: {race(runners, turn, deadline, self.seed, watch=watch)}")
+        for runner in runners:
+            if self.states[runner.key].status is Status.OK:
+                self._recheck(bench, runner.key)
+
+    def _choose_copies(self) -> None:
+        """Decide which cache state is measured, by inputs and last-level cache."""
+        size = sum(s.nbytes for s in input_specs(self.program))
+        cache = max((c.size for c in host().caches), default=0)
+        if size <= _STREAMED_SHARE * cache:
+            return
+        self.cache_state = "streamed"
+        room = int(psutil.virtual_memory().available // 4 // size)
+        self.copies = max(1, min(max(2, 1 + -(-2 * cache // size)), _MOST_COPIES, room))
+        if self.copies == 1:
+            self.notes.append("memory allows only one copy of the inputs: it may stay in cache")
+
+    def _equip(self, bench: Bench, key: int) -> None:
+        """Tell the worker what it needs to time `key`.
+
+        A worker that replaced a dead one knows nothing.
+        """
+        bench.child.start()
+        if bench.child.generation != self.generation:
+            self.known, self.generation = set(), bench.child.generation
+            for copy in range(self.copies):
+                bench.put(copy % SETS)
+                bench.child.ask(_COPY_SECONDS, "snapshot")
+        if key in self.known:
+            return
+        if key < len(self.items):
+            self._load(bench, key, self.items[key])
+        else:
+            at = key - len(self.items)
+            one = self.contenders[at]
+            bench.child.ask(
+                one.limit_seconds, "prepare", key=key, target=self.targets[at], payload=one.payload
+            )
+        self.known.add(key)
+
+    def _admit(self, bench: Bench, key: int) -> None:
+        """Prepare a baseline and check its outputs on every copy with other inputs."""
+        state, limit = self.states[key], self.contenders[key - len(self.items)].limit_seconds
+        try:
+            self._equip(bench, key)
+        except Fallen as e:
+            status = Status.UNLOADABLE if e.status is Status.REFUSED else e.status
+            state.fell(status, e.detail)
+            return
+        state.status, state.detail, state.error = Status.OK, "", 0.0
+        for copy in range(min(self.copies, SETS)):
+            self._show(bench, key, copy, limit)
+
+    def _show(self, bench: Bench, key: int, copy: int, limit: float) -> None:
+        """One more call, judged; a contender that fails is marked."""
+        state = self.states[key]
+        if state.status is not Status.OK:
+            return
+        try:
+            self._equip(bench, key)
+            bench.blank(copy)
+            answer = bench.child.ask(limit, "show", key=key, copy=copy)
+        except Fallen as e:
+            state.fell(e.status, e.detail)
+            return
+        if answer["code"]:
+            state.fell(Status.REFUSED, f"it returned {answer['code']}")
+            return
+        got = bench.judged(copy % SETS, copy)
+        state.error = max(state.error or 0.0, got.error)
+        if got.status is not Status.OK:
+            state.fell(got.status, got.detail)
+
+    def _recheck(self, bench: Bench, key: int) -> None:
+        """After hundreds of calls: is it still right?"""
+        n = len(self.items)
+        limit = bench.limit if key < n else self.contenders[key - n].limit_seconds
+        self._show(bench, key, 0, limit)
+        state = self.states[key]
+        if state.status in (Status.WRONG, Status.INCOMPLETE):
+            state.fell(Status.STALE, f"right when checked, but after the race: {state.detail}")
+
+    def _probe(self, bench: Bench, key: int) -> None:
+        """Warm up and get a first estimate; makes the runner."""
+        n = len(self.items)
+        limit = bench.limit if key < n else self.contenders[key - n].limit_seconds
+        runner = Runner(key, key == 0 or key >= n, key < n, estimate=0.0)
+        got = self._timed(bench, runner, 3, 1, 4 * limit)
+        if got is not None:
+            runner.estimate = min(got)
+            self.states[key].runner = runner
+
+    def _turn(self, bench: Bench, runner: Runner) -> tuple[list[float], int] | None:
+        each = max(runner.estimate, 1e-8)
+        repeats = min(max(1, round(_BATCH_SECONDS / each)), 2000)
+        samples = _SAMPLES if repeats * each < 20 * _BATCH_SECONDS else 1
+        limit = bench.limit + 20 * each * repeats * samples
+        got = self._timed(bench, runner, samples, repeats, limit)
+        return None if got is None else (got, samples * repeats)
+
+    def _timed(
+        self, bench: Bench, runner: Runner, samples: int, repeats: int, limit: float
+    ) -> list[float] | None:
+        """Ask for timed calls; a runner that fails is marked and gives None."""
+        python = runner.key >= len(self.items)
+        try:
+            self._equip(bench, runner.key)
+            settle = _SETTLE_PYTHON if self.after_python else _SETTLE_LIBRARY
+            answer = bench.child.ask(
+                limit, "turn", key=runner.key, samples=samples, repeats=repeats, settle=settle
+            )
+            self.after_python = python
+            if answer["code"]:
+                raise Fallen(Status.REFUSED, f"it returned {answer['code']} while being timed")
+            return [float(x) for x in answer["seconds"]]
+        except Fallen as e:
+            self.states[runner.key].fell(e.status, f"while being timed: {e.detail}")
+            runner.out = e.status.value
+            return None
+
+    # --- the choice ---
+
+    def _choose(self) -> tuple[int | None, str]:
+        good = [k for k in range(len(self.items)) if self.states[k].status is Status.OK]
+        raced = [k for k in good if (r := self.states[k].runner) and r.values]
+        if not good:
+            counts = [s.status for s in self.states[: len(self.items)]]
+            words = count_line({s.value: counts.count(s) for s in Status if s in counts})
+            return None, f"no item is right: {words}"
+        if not raced:
+            best = min(good, key=lambda k: self._seconds(k))
+            return best, "fastest in the checked calls; there was no time for a race"
+        best = min(raced, key=self._seconds)
+        own, first = self.states[0].runner, self.states[best].runner
+        if best == 0:
+            return 0, "the program's own kernels are the fastest"
+        if 0 in raced and own is not None and first is not None:
+            ratio = own.score / first.score
+            if not significantly_slower(own, first):
+                return 0, (
+                    "nothing beats the program's own kernels beyond noise "
+                    f"(the best is {ratio:.3f} times as fast, {len(first.values)} rounds)"
+                )
+            return (
+                best,
+                f"{ratio:.2f} times as fast as the program's own kernels ({self.states[0].name})",
+            )
+        return best, "fastest of the right items; the program's own kernels were not timed"
+
+    def _seconds(self, key: int) -> float:
+        state = self.states[key]
+        if state.runner is not None:
+            return state.runner.score
+        return state.seconds if state.seconds is not None else float("inf")
+
+    def _measured(self, state: _State) -> Measured:
+        runner = state.runner
+        values = runner.values if runner is not None else []
+        detail = state.detail
+        if state.status is Status.OK and runner is not None and runner.out:
+            detail = f"left the race: {runner.out}"
+        low, high = interval(values) if values else (None, None)
+        return Measured(
+            name=state.name, status=state.status, detail=detail,
+            seconds=runner.score if runner is not None else state.seconds,
+            spread=quartile_range(values) if values else None, low=low, high=high,
+            rounds=len(values), calls=runner.calls if runner is not None else 0,
+            error=state.error, allowed=self.allowed, repeatable=state.repeatable,
+        )  # fmt: skip
+
+
+def _interface(program: Graph, candidate: Graph) -> str:
+    """How a candidate's inputs and outputs differ from the program's; empty when they agree."""
+    for what, ours, theirs in (
+        ("input", input_specs(program), input_specs(candidate)),
+        ("output", output_specs(program), output_specs(candidate)),
+    ):
+        if len(ours) != len(theirs):
+            return f"it has {len(theirs)} {what}s, the program {len(ours)}"
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if a != b:
+                return f"{what} {i} is {b.dtype}{b.shape}, the program's is {a.dtype}{a.shape}"
+    return ""

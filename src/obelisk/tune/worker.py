@@ -1,0 +1,240 @@
+"""The child process that runs candidates and baselines. It measures and obeys; it judges nothing.
+
+Takes JSON commands over a pipe and answers each with one JSON object; whatever happens to it
+(signal, exit, endless loop, overwritten memory) happens to it alone. It ends when its parent does.
+Outputs go into shared regions, which the parent fills before and judges after every checked call;
+timed calls use ordinary memory, as a user's arrays do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from json import dumps, loads
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from obelisk.ir.dtype import parse_dtype
+from obelisk.tune.judge import TensorSpec
+from obelisk.tune.regions import RegionSpec, attach
+from obelisk.tune.types import Setup
+
+_PDEATHSIG = 1  # linux/prctl.h
+_ALIGN = 64
+Call = Callable[[], Any]
+
+
+class Refused(Exception):
+    """A call that answered with an error of its own: text for the report."""
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """Ordinary memory as bytes, 64-byte aligned."""
+    raw = np.empty(nbytes + _ALIGN, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + nbytes]
+
+
+def pointers(arrays: Sequence[np.ndarray]) -> Any:
+    """A C array of the addresses of arrays."""
+    return (ctypes.c_void_p * max(len(arrays), 1))(*(a.ctypes.data for a in arrays))
+
+
+class Worker:
+    """State of the child.
+
+    Mapped regions, loaded libraries, prepared baselines, private copies for timing.
+    """
+
+    def __init__(self, hello: dict[str, Any]) -> None:
+        def specs(key: str) -> list[TensorSpec]:
+            return [
+                TensorSpec(
+                    tuple(s["shape"]), parse_dtype(s["dtype"]), s["strides"] and tuple(s["strides"])
+                )
+                for s in hello[key]
+            ]
+
+        self.inputs, self.outputs = specs("inputs"), specs("outputs")
+        self.threads = int(hello["threads"])
+        self.shared_in = [attach(RegionSpec(*r), False) for r in hello["input_regions"]]
+        self.shared_out = [attach(RegionSpec(*r), True) for r in hello["output_regions"]]
+        self.shared_scratch = attach(RegionSpec(*hello["scratch_region"]), True)
+        self.libraries: dict[int, Any] = {}
+        self.baselines: dict[int, list[Call]] = {}
+        self.copies: list[list[np.ndarray]] = []
+        self.private_out = [aligned(s.nbytes) for s in self.outputs]
+        self.private_scratch = aligned(hello["scratch_region"][1])
+        self.turnstile = 0  # the copy the next timed call reads, whoever makes it
+        self.keep: list[Any] = []
+
+    def do_load(self, key: int, path: str) -> dict[str, Any]:
+        """Load a library."""
+        try:
+            run = ctypes.CDLL(path).obelisk_run
+        except (OSError, AttributeError) as e:
+            raise Refused(str(e)) from e
+        run.restype = ctypes.c_int
+        run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+        self.libraries[key] = run
+        return {}
+
+    def do_run(self, key: int) -> dict[str, Any]:
+        """One checked call of a library on the shared regions."""
+        ins, outs = pointers(self.shared_in), pointers(self.shared_out)
+        start = time.perf_counter_ns()
+        code = self.libraries[key](ins, outs, self.shared_scratch.ctypes.data, self.threads)
+        return {"code": code, "seconds": (time.perf_counter_ns() - start) * 1e-9}
+
+    def do_snapshot(self) -> dict[str, Any]:
+        """Add a private copy of what the shared inputs hold now."""
+        self.copies.append([])
+        for shared in self.shared_in:
+            own = aligned(shared.size)
+            own[:] = shared
+            self.copies[-1].append(own)
+        return {}
+
+    def do_prepare(self, key: int, target: str, payload: Any) -> dict[str, Any]:
+        """Import a baseline's factory and let it prepare one callable per copy."""
+        module, _, name = target.partition(":")
+        try:
+            factory = getattr(importlib.import_module(module), name)
+            arrays = [
+                [spec.view(raw) for spec, raw in zip(self.inputs, copy, strict=True)]
+                for copy in self.copies
+            ]
+            calls = list(factory(Setup(arrays, self.threads, payload)))
+        except Exception as e:  # whatever foreign code raises is an answer, not our fault
+            raise Refused(f"{type(e).__name__}: {e}") from e
+        if len(calls) != len(self.copies):
+            raise Refused(f"the factory gave {len(calls)} callables for {len(self.copies)} copies")
+        self.baselines[key] = calls
+        return {}
+
+    def calls(self, key: int) -> list[Call]:
+        """One timed call per copy of the inputs."""
+        if key not in self.baselines:
+            run, outs = self.libraries[key], pointers(self.private_out)
+            self.keep.append(outs)
+            made: list[Call] = []
+            for copy in self.copies:
+                ins = pointers(copy)
+                made.append(partial(run, ins, outs, self.private_scratch.ctypes.data, self.threads))
+            self.baselines[key] = made
+        return self.baselines[key]
+
+    def do_turn(self, key: int, samples: int, repeats: int, settle: float) -> dict[str, Any]:
+        """Time `samples` batches of `repeats` calls after one untimed call; seconds per call of
+        each batch.
+        """
+        calls, n = self.calls(key), len(self.copies)
+        if settle:
+            time.sleep(settle)  # let the previous contender's idle threads stop spinning
+        gc.disable()  # a collection inside a timed batch would be measured
+        try:
+            calls[self.turnstile % n]()
+            out: list[float] = []
+            result: Any = None
+            for _ in range(samples):
+                batch = [calls[(self.turnstile + i) % n] for i in range(repeats)]
+                self.turnstile = (self.turnstile + repeats) % n
+                start = time.perf_counter_ns()
+                for call in batch:
+                    result = call()
+                out.append((time.perf_counter_ns() - start) * 1e-9 / repeats)
+        except Exception as e:  # foreign code again
+            raise Refused(f"{type(e).__name__}: {e}") from e
+        finally:
+            gc.enable()
+        return {"seconds": out, "code": result if key in self.libraries else 0}
+
+    def do_show(self, key: int, copy: int) -> dict[str, Any]:
+        """One call on a given copy, its outputs put into the shared regions for the parent to
+        judge.
+
+        A library writes straight into private memory that holds the parent's fill, so unwritten
+        elements show.
+        """
+        if key in self.libraries:
+            for own, shared in zip(self.private_out, self.shared_out, strict=True):
+                own[:] = shared
+            code = self.calls(key)[copy]()
+            for own, shared in zip(self.private_out, self.shared_out, strict=True):
+                shared[:] = own
+            return {"code": code}
+        try:
+            result = self.baselines[key][copy]()
+            arrays = list(result) if isinstance(result, list | tuple) else [result]
+            if len(arrays) != len(self.outputs):
+                raise Refused(f"gave {len(arrays)} outputs, expected {len(self.outputs)}")
+            for i, (spec, array) in enumerate(zip(self.outputs, arrays, strict=True)):
+                value = _as_numpy(array, spec)
+                if value.shape != spec.shape:
+                    raise Refused(f"output {i} has shape {value.shape}, expected {spec.shape}")
+                spec.view(self.shared_out[i])[...] = value.astype(spec.dtype.numpy)
+        except Refused:
+            raise
+        except Exception as e:  # foreign code again
+            raise Refused(f"{type(e).__name__}: {e}") from e
+        return {"code": 0}
+
+
+def _as_numpy(array: Any, spec: TensorSpec) -> np.ndarray:
+    """A numpy array from an array or a torch tensor (numpy cannot view torch's bfloat16.
+
+    By way of float32).
+    """
+    if hasattr(array, "detach"):
+        array = array.detach()
+        array = array.float() if spec.dtype.is_float and spec.dtype.bits < 32 else array
+        array = array.cpu().numpy()
+    return np.asarray(array)
+
+
+def _follow_parent(lifeline: int) -> None:
+    """End this process when the parent is gone.
+
+    At once by the kernel on Linux, and by the closed pipe anywhere.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(channel: int, lifeline: int, paths: Sequence[str]) -> None:
+    """Serve commands until the pipe closes.
+
+    `paths` are added to the import path, for the baselines' modules.
+    """
+    _follow_parent(lifeline)
+    sys.path.extend(p for p in paths if p not in sys.path)
+    pipe: Connection[bytes, bytes] = Connection(channel)
+    worker = Worker(loads(pipe.recv_bytes()))
+    pipe.send_bytes(b"{}")
+    while True:
+        try:
+            command = loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        action = getattr(worker, "do_" + command.pop("do"))
+        try:
+            answer = action(**command)
+        except Refused as e:
+            answer = {"refused": str(e)}
+        pipe.send_bytes(dumps(answer).encode())
