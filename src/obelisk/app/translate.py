@@ -65,8 +65,9 @@ def as_numpy(graph: Graph) -> Callable[..., Value]:
             at = [n if d == node.attrs.axis else 1 for d in range(node.rank)]
             counts = np.broadcast_to(np.arange(n, dtype=np.int32).reshape(at), node.shape)
             return lambda values: counts
-        if node.op is Op.CAST and not places:
-            raise MalformedGraph("a cast of nothing")
+        if node.op is Op.CAST:
+            target, (source,) = node.dtype.numpy, places
+            return lambda values: values[source].astype(target)
         meaning = row.numpy
         if meaning is None:
             raise MalformedGraph(f"{node.op.value} has no numpy form")
