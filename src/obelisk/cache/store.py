@@ -300,7 +300,7 @@ class Store:
             try:
                 with self._connection() as db:
                     return action(db)
-            except sqlite3.Error as e:
+            except (sqlite3.Error, UnicodeError) as e:
                 mendable = _is_damage(e) or not self.file.exists()
                 if again or not mendable or not self.writable:
                     self._log.warning("%s: %s; going on without it", self.file, e)
@@ -364,7 +364,7 @@ class Store:
                 check = "pragma integrity_check" if thorough else "pragma quick_check(1)"
                 first = _text(db.execute(check).fetchone()[0])
                 return None if first == "ok" else f"it is damaged ({first})"
-        except sqlite3.Error as e:
+        except (sqlite3.Error, UnicodeError) as e:
             if _is_damage(e):
                 return f"it is damaged ({e})"
             raise OSError(str(e)) from e
@@ -383,7 +383,9 @@ class _Damaged(sqlite3.DatabaseError):
     sqlite_errorcode = sqlite3.SQLITE_CORRUPT
 
 
-def _is_damage(e: sqlite3.Error) -> bool:
+def _is_damage(e: Exception) -> bool:
+    if isinstance(e, UnicodeError):  # a column's name in a damaged schema
+        return True
     return getattr(e, "sqlite_errorcode", -1) & 0xFF in _DAMAGE
 
 
