@@ -39,8 +39,8 @@ class NumpyAlgebra:
 
     def __init__(self, precision: Precision = Precision.EXACT) -> None:
         self.exact = precision is Precision.EXACT
-        self.peak = 0.0  # largest finite magnitude that passed through
-        self.overflowed = False  # an infinity or NaN appeared in a settled value
+        self.peak = 0.0  # largest finite magnitude that was settled (WORKING only)
+        self.overflowed = False  # an infinity or NaN was settled (WORKING only)
 
     def lift(self, array: Array, dtype: DType) -> Array:
         """An input array as a value of this algebra."""
@@ -104,6 +104,7 @@ class NumpyAlgebra:
         finite = np.isfinite(out)
         if not finite.all():
             self.overflowed = True
+        self.peak = max(self.peak, float(np.max(np.abs(out), where=finite, initial=0.0)))
         return out
 
     def shape(self, value: Array) -> Shape:
