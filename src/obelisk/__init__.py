@@ -63,7 +63,8 @@ _HOMES = {
         "MissingDependency", "ObeliskError", "ParseError", "ShapeError", "UnknownName", "UserError",
     ),
     "obelisk.ir": (
-        "BlockBuilder", "DType", "Graph", "KernelGraph", "Node", "Precision", "random_inputs", "run",
+        "BlockBuilder", "DType", "Graph", "KernelGraph", "Node", "Precision", "random_inputs",
+        "run",
     ),
     "obelisk.verify": ("Verdict", "VerdictKind"),
 }  # fmt: skip

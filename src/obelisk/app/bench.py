@@ -145,7 +145,7 @@ def bench_json(rows: Sequence[BenchRow]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree, with "+" when it was changed since; None outside a checkout."""
+    """The source tree's commit, with "+" when it was changed since; None outside a checkout."""
     folder = Path(__file__).parent
 
     def git(*words: str) -> str:

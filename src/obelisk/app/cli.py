@@ -16,6 +16,8 @@ import typer
 from rich.text import Text
 
 from obelisk.app import bench as benching
+from obelisk.app.account import OP_BY_OP
+from obelisk.app.contenders import ALL
 from obelisk.app.display import (
     Display,
     candidate_table,
@@ -299,7 +301,7 @@ def bench_command(
 ) -> None:
     """Time the named programs beside numpy, torch eager, torch.compile and SDPA."""
     console = stdout()
-    columns = ("op_by_op", *benching.ALL)
+    columns = (OP_BY_OP, *ALL)
 
     def row_of(row: benching.BenchRow) -> list[str]:
         if row.report is None:

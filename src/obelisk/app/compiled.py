@@ -12,11 +12,9 @@ import json
 import os
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from obelisk.app.calls import Signature, Tensor
 from obelisk.app.doctor import obelisk_version
@@ -25,19 +23,18 @@ from obelisk.base.digest import digest
 from obelisk.base.errors import InternalError, ParseError, UserError
 from obelisk.base.log import logger
 from obelisk.base.settings import settings
-from obelisk.build.library import Library
+from obelisk.build import Library
 from obelisk.ir import Graph
 from obelisk.ir.svg import to_svg
 from obelisk.ir.text import parse, to_text
 from obelisk.machine import host
-from obelisk.verify import Verdict
+from obelisk.verify import JudgeResult, Verdict, VerdictKind
 
 FORMAT = 1
 LIBRARY = "library.so"
 _META, _SOURCE, _PROGRAM, _CHOSEN = (
     "meta.json", "source.c", "program.txt", "chosen.txt",
 )  # fmt: skip
-_ALIGNMENT = 64  # of the scratch area, bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +68,9 @@ class Compiled:
     """
 
     def __init__(self, artifact: Artifact, path: Path) -> None:
-        self._artifact = artifact
-        self._library = Library(path)
+        self._artifact, self._path = artifact, path
         self._signature = Signature(artifact.program)
-        self._scratch: list[np.ndarray[Any, Any]] = []  # areas that no call is using
+        self._idle = [Library(path, artifact.scratch_bytes)]  # each with scratch memory of its own
 
     program = property(lambda self: self._artifact.program, doc="The program as it was given.")
     graph = property(lambda self: self._artifact.graph, doc="The chosen graph.")
@@ -97,21 +93,21 @@ class Compiled:
         memory with an input. Raises `CallError` for what does not match; nothing has run then.
         """
         bound = self._signature.bind(tensors, out)
-        scratch = self._scratch.pop() if self._scratch else self._new_scratch()
+        library = self._take()
         try:
-            code = self._library.run(
-                bound.inputs, bound.outputs, scratch.ctypes.data, self._artifact.threads
-            )
+            code = library.call(bound.inputs, bound.outputs, self._artifact.threads)
         finally:
-            self._scratch.append(scratch)
+            self._idle.append(library)
         if code:
             raise InternalError(f"{self._signature}: the kernel returned {code}")
         return bound.results[0] if len(bound.results) == 1 else bound.results
 
-    def _new_scratch(self) -> np.ndarray[Any, Any]:
-        raw = np.empty(self._artifact.scratch_bytes + _ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % _ALIGNMENT
-        return raw[start : start + self._artifact.scratch_bytes + 1]
+    def _take(self) -> Library:
+        """A library that no other call is using; popping is atomic."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Library(self._path, self._artifact.scratch_bytes)
 
     def html(self) -> str:
         """The report as one self-contained page."""
@@ -136,7 +132,7 @@ def pack(artifact: Artifact) -> dict[str, bytes]:
         "digest": digest(artifact.library),
         "scratch_bytes": artifact.scratch_bytes,
         "threads": artifact.threads,
-        "verdict": verdict_to_json(artifact.verdict),
+        "verdict": _verdict_to_json(artifact.verdict),
         "report": artifact.report.to_json(),
     }
     return {
@@ -148,8 +144,17 @@ def pack(artifact: Artifact) -> dict[str, bytes]:
     }
 
 
+def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
+    return {**asdict(verdict), "kind": verdict.kind.value}
+
+
+def _verdict_from_json(data: dict[str, Any]) -> Verdict:
+    judges = tuple(JudgeResult(**j) for j in data["judges"])
+    return Verdict(**{**data, "kind": VerdictKind(data["kind"]), "judges": judges})
+
+
 def unpack(files: dict[str, bytes], where: str) -> Artifact:
-    """Read `pack` back; raises `ParseError` for what does not read, `UserError` if built elsewhere."""
+    """Read `pack` back; raises `ParseError` for damage, `UserError` for another machine."""
     try:
         meta = json.loads(files[_META])
         if meta["format"] != FORMAT:
@@ -167,7 +172,7 @@ def unpack(files: dict[str, bytes], where: str) -> Artifact:
         return Artifact(
             program=parse(files[_PROGRAM].decode()),
             graph=parse(files[_CHOSEN].decode()),
-            verdict=verdict_from_json(meta["verdict"]),
+            verdict=_verdict_from_json(meta["verdict"]),
             source=files[_SOURCE].decode(),
             library=library,
             scratch_bytes=int(meta["scratch_bytes"]),

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from obelisk.base.errors import BuildFailed, MissingDependency
 from obelisk.base.settings import settings, usable_cores
+from obelisk.build import compile_c, compiler_identity
 
 COMPILER_SECONDS = 30
 _PROBE = "int obelisk_probe(void) { return 0; }\n"
@@ -80,51 +82,21 @@ def _cores() -> Finding:
 
 def _compiler() -> Finding:
     """The compiler must not only exist but build a shared object."""
-    command = settings().compiler
     remedy = (
         "install gcc or clang (Debian: apt-get install gcc libc6-dev), or set OBELISK_CC; without "
         "one, programs can be built, shown, searched and verified, but not compiled"
     )
-    found = shutil.which(command.split()[0]) if command.split() else None
-    if found is None:
-        return Finding("C compiler", False, True, f"{command!r} is not on the PATH", remedy)
     try:
-        version = compiler_version(command)
+        found = compiler_identity()
+    except MissingDependency as error:
+        return Finding("C compiler", False, True, str(error), remedy)
+    try:
         with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "probe.c"
-            source.write_text(_PROBE)
-            done = subprocess.run(
-                [
-                    *command.split(),
-                    "-shared",
-                    "-fPIC",
-                    "-o",
-                    str(source.with_suffix(".so")),
-                    source,
-                ],
-                capture_output=True,
-                text=True,
-                timeout=COMPILER_SECONDS,
-                check=False,
-            )
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding("C compiler", False, True, f"{found}: {error}", remedy)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        return Finding("C compiler", False, True, f"{version}, but it cannot build: {why}", remedy)
-    return Finding("C compiler", True, True, f"{version} ({found})")
-
-
-def compiler_version(command: str) -> str:
-    """The first line of `command --version`; raises `OSError` or `SubprocessError` if it fails."""
-    done = subprocess.run(
-        [*command.split(), "--version"],
-        capture_output=True,
-        text=True,
-        timeout=COMPILER_SECONDS,
-        check=True,
-    )
-    return done.stdout.splitlines()[0].strip() if done.stdout else command
+            compile_c(_PROBE, timeout=COMPILER_SECONDS, directory=Path(folder), identity=found)
+    except (OSError, BuildFailed) as error:
+        why = f"{found.version}, but it cannot build: {error}"
+        return Finding("C compiler", False, True, why, remedy)
+    return Finding("C compiler", True, True, f"{found.version} ({found.path})")
 
 
 def _writable(name: str, folder: Callable[[], Path], remedy: str) -> Finding:

@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from threading import Lock
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -83,6 +83,10 @@ class Family:
         return as_graph(self.builder(g, *nodes), g, f"{self.__name__}()")
 
 
+@overload
+def jit(builder: Callable[..., Any], **options: Any) -> Family: ...
+@overload
+def jit(builder: None = None, **options: Any) -> Callable[[Callable[..., Any]], Family]: ...
 def jit(builder: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Make a `Family` of a function `f(g, x, y, ...)` that returns its results.
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from obelisk.app.account import baseline_rows, candidate_rows, environment
 from obelisk.app.compiled import Artifact, Compiled, materialise
 from obelisk.app.contenders import QUICK, contenders
-from obelisk.app.doctor import compiler_version
 from obelisk.app.loading import load_program
 from obelisk.app.report import Report, SearchRow, count_failures
 from obelisk.app.request import Request, make_request
@@ -35,7 +34,7 @@ from obelisk.machine import estimate
 from obelisk.search import Budget, Candidate, SearchStats, Space, search
 from obelisk.tune import Measured, TuneItem, TuneReport, tune
 from obelisk.tune import Status as TuneStatus
-from obelisk.verify import Verdict, VerdictKind, verify
+from obelisk.verify import Verdict, VerdictKind, Verifier
 
 # Shares of the time limit at whose end a stage must have ended. What one leaves, the next may use.
 SEARCH_ENDS, VERIFY_ENDS, BUILD_ENDS, TUNE_ENDS = 0.5, 0.7, 0.85, 0.97
@@ -45,7 +44,7 @@ GRACE = 5.0  # seconds that Ctrl-C leaves to judge, build and measure what is kn
 LEAST_TUNING = 0.5  # seconds; below this nothing can be told apart
 MOST_ITEMS = 24  # lowered variants that are built for one program
 SPACE = Space()
-GOOD = (VerdictKind.PROVED, VerdictKind.TESTED)
+ITSELF = Verdict(VerdictKind.PROVED, "it is the program itself", 0.0, None)
 
 
 @dataclass(slots=True)
@@ -90,8 +89,8 @@ def optimize(
         progress: gets the counts of each stage.
 
     Returns the program's own kernels when nothing beats them, and says so in its report. Raises
-    `UserError` for a wrong request and `Infeasible` or `BuildFailed` when not even the program's own
-    kernels can be made here.
+    `UserError` for a wrong request, `MissingDependency` where there is no compiler, `Infeasible` or
+    `BuildFailed` when not even the program's own kernels can be made here.
     """
     if isinstance(program, str):
         program = load_program(program)
@@ -166,7 +165,7 @@ class _Run:
     def _stages(self, builders: ThreadPoolExecutor, started: float) -> Artifact:
         program, machine = self.request.program, self.request.machine
         self.candidates.append(Candidate(program, estimate(program, machine), "the program itself"))
-        self.verdicts[0] = itself()
+        self.verdicts[0] = ITSELF
         self._lower(builders, 0, 0)  # compiled while the search runs
         with self.stage("search"):
             self._search()
@@ -200,27 +199,27 @@ class _Run:
     def _verify(self, builders: ThreadPoolExecutor) -> None:
         """Judge the candidates in order of rank; start building each that passes."""
         request = self.request
+        verifier = Verifier(request.program, seed=request.seed)
         for i, candidate in enumerate(self.candidates[1:], 1):
-            if self.left(VERIFY_ENDS) <= 0 and any(j for j in self.verdicts):
+            if self.left(VERIFY_ENDS) <= 0:
                 break
             counts = {"judged": i - 1, "of": len(self.candidates) - 1, **self._judged()}
             self.progress.update("verify", counts)
             try:
-                verdict = verify(
-                    request.program,
-                    candidate.graph,
-                    seed=request.seed,
-                    full_size=request.verify_level == "full" and i == 1,
-                )
+                verdict = verifier.verify(candidate.graph)
             except Exception as error:  # a judge that fails is no reason to lose the others
                 self._fell(i, "judge failed", error)
                 continue
             self.verdicts[i] = verdict
-            if verdict.kind in GOOD:
+            if verdict.accepted:
                 self._lower(builders, i, 0)
             else:
-                self.fallen[i] = (verdict.kind.value, verdict.witness or verdict.bound)
-                self.failures[verdict.kind.value] += 1
+                self._rejected(i, verdict)
+
+    def _rejected(self, candidate: int, verdict: Verdict) -> None:
+        self.verdicts[candidate] = verdict
+        self.fallen[candidate] = (verdict.kind.value, verdict.witness or verdict.bound)
+        self.failures[verdict.kind.value] += 1
 
     def _judged(self) -> dict[str, int]:
         kinds = Counter(v.kind.value for i, v in self.verdicts.items() if i)
@@ -234,7 +233,7 @@ class _Run:
         logger("app").info("candidate %d: %s: %s", candidate, status, text)
 
     def _lower(self, builders: ThreadPoolExecutor, candidate: int, variant: int) -> bool:
-        """Lower one variant of a candidate and hand it to the builders; False when there is none."""
+        """Lower a variant of a candidate, hand it to the builders; False when there is none."""
         graph = self.candidates[candidate].graph
         try:
             options = variants(graph, self.request.machine)
@@ -255,7 +254,7 @@ class _Run:
 
     def _build(self, builders: ThreadPoolExecutor) -> None:
         """Add further lowerings while there is time, then wait for the compilers."""
-        good = [i for i, v in sorted(self.verdicts.items()) if v.kind in GOOD]
+        good = [i for i, v in sorted(self.verdicts.items()) if v.accepted]
         more, variant = list(good), 0
         while more and len(self.lowered) < MOST_ITEMS and self.left(VERIFY_ENDS) > 0:
             variant += 1
@@ -324,8 +323,7 @@ class _Run:
     ) -> Artifact:
         """Choose, and put everything that is known together."""
         request = self.request
-        best = self._choose(tuned)
-        item, built = best
+        item, built = self._choose(tuned)
         own = self.ready[0][0].measured if self.ready and self.ready[0][0].candidate == 0 else None
         lowerings: dict[int, list[tuple[str, Measured | None]]] = {}
         for known in self.lowered:
@@ -349,9 +347,7 @@ class _Run:
             search=SearchRow(self.stats.seconds, self.stats.states, dict(self.stats.pruned)),
             stages=dict(self.stages),
             failures=count_failures(self.failures),
-            environment=environment(
-                request.machine, request.threads, compiler_version(settings().compiler)
-            ),
+            environment=environment(request.machine, request.threads, request.compiler.version),
             interrupted=self.interrupts > 0,
         )
         return Artifact(
@@ -367,8 +363,9 @@ class _Run:
 
     def _choose(self, tuned: TuneReport | None) -> tuple[_Lowered, Built]:
         """The tuner's winner; the program's own kernels where nothing was measured."""
-        if tuned is not None and tuned.winner is not None:
-            return self.ready[tuned.winner]
+        for item, built in self._ranked(tuned):
+            if self._confirmed(item.candidate):
+                return item, built
         unmeasured = tuned is None or all(m.status is TuneStatus.UNTRIED for m in tuned.items)
         if unmeasured:
             for item, built in self.ready or self._built():
@@ -377,3 +374,27 @@ class _Run:
         status, reason = self.fallen.get(0, ("not built", "no time was left"))
         text = f"{self.request.program.name} cannot be compiled here: {status}: {reason}"
         raise Infeasible(text) if status == "infeasible" else BuildFailed(text)
+
+    def _ranked(self, tuned: TuneReport | None) -> list[tuple[_Lowered, Built]]:
+        """The tuner's winner, then the others that are right by their times."""
+        if tuned is None or tuned.winner is None:
+            return []
+        right = [
+            (m.seconds, i)
+            for i, m in enumerate(tuned.items)
+            if m.status is TuneStatus.OK and m.seconds is not None and i != tuned.winner
+        ]
+        return [self.ready[i] for i in (tuned.winner, *(i for _, i in sorted(right)))]
+
+    def _confirmed(self, candidate: int) -> bool:
+        """Judge the winner again, now at the program's own sizes too, if that was asked for."""
+        request = self.request
+        if candidate == 0 or request.verify_level != "full" or self.interrupts:
+            return True
+        verifier = Verifier(request.program, seed=request.seed + 1, full_size=True)
+        verdict = verifier.verify(self.candidates[candidate].graph)
+        if verdict.accepted:
+            self.verdicts[candidate] = verdict
+            return True
+        self._rejected(candidate, verdict)
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from obelisk.base.errors import UnknownName, UserError
+from obelisk.build import CompilerIdentity, compiler_identity
 from obelisk.ir import Graph
 from obelisk.machine import Machine, MachineKind, find
 from obelisk.search import Space
@@ -27,6 +28,7 @@ class Request:
         baselines: names of what to measure beside it.
         threads: threads of generated code.
         space: what is searched.
+        compiler: what builds the kernels.
     """
 
     program: Graph
@@ -39,6 +41,7 @@ class Request:
     baselines: tuple[str, ...]
     threads: int
     space: Space
+    compiler: CompilerIdentity
 
 
 def make_request(
@@ -52,7 +55,9 @@ def make_request(
     threads: int,
     space: Space,
 ) -> Request:
-    """Check every part; raises `UnknownName` or `UserError` naming the part and what is allowed."""
+    """Check every part; raises `UnknownName` or `UserError` naming the part and what is allowed,
+    and `MissingDependency` where there is no C compiler.
+    """
     machine = find(device)
     if machine.kind is not MachineKind.CPU or device not in DEVICES:
         raise UnknownName(f"device {device!r}: code is emitted for {' or '.join(DEVICES)} so far")
@@ -63,5 +68,15 @@ def make_request(
     if threads < 1:
         raise UserError(f"threads is {threads}, expected 1 or more")
     return Request(
-        program, machine, device, budget, seed, cache, verify_level, baselines, threads, space
+        program,
+        machine,
+        device,
+        budget,
+        seed,
+        cache,
+        verify_level,
+        baselines,
+        threads,
+        space,
+        compiler_identity(),
     )

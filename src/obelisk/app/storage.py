@@ -10,11 +10,10 @@ import json
 from dataclasses import replace
 
 from obelisk.app.compiled import LIBRARY, Artifact, Compiled, pack, unpack
-from obelisk.app.doctor import compiler_version
 from obelisk.app.request import Request
 from obelisk.base.errors import UserError
 from obelisk.base.log import logger
-from obelisk.base.settings import settings
+from obelisk.build.compiler import FLAGS
 from obelisk.cache import CacheKey, Store, cache_key
 
 
@@ -31,7 +30,7 @@ def key_of(request: Request) -> CacheKey:
         space=json.dumps(options, sort_keys=True),
         budget_seconds=request.budget,
         machine=request.machine,
-        compiler=compiler_version(settings().compiler),
+        compiler=json.dumps([request.compiler.version, request.compiler.digest, FLAGS]),
         verification=request.verify_level,
         device=request.device,
     )

@@ -55,6 +55,11 @@ def _working_dtype(node: Node) -> DType:
     return wide[0] if wide else node.dtype
 
 
+def _converted(node: Node, args: Sequence[Value], lead: int) -> Value:
+    """The table's cast only rounds what the interpreter holds; here the array changes its type."""
+    return args[0].astype(node.dtype.numpy)
+
+
 def as_numpy(graph: Graph) -> Callable[..., Value]:
     """A function of numpy arrays, one per input; gives an array, or a tuple for several outputs."""
 
@@ -65,10 +70,7 @@ def as_numpy(graph: Graph) -> Callable[..., Value]:
             at = [n if d == node.attrs.axis else 1 for d in range(node.rank)]
             counts = np.broadcast_to(np.arange(n, dtype=np.int32).reshape(at), node.shape)
             return lambda values: counts
-        if node.op is Op.CAST:
-            target, (source,) = node.dtype.numpy, places
-            return lambda values: values[source].astype(target)
-        meaning = row.numpy
+        meaning = _converted if node.op is Op.CAST else row.numpy
         if meaning is None:
             raise MalformedGraph(f"{node.op.value} has no numpy form")
         dtype = _working_dtype(node).numpy
