@@ -55,7 +55,7 @@ class MirageEntry:
 
     index: int
     graph: Graph | None
-    error: UserError | None
+    error: ParseError | MalformedGraph | None
 
 
 def load_mirage(source: str | Path | Sequence[Json], name: str | None = None) -> list[MirageEntry]:
@@ -84,8 +84,10 @@ def load_mirage(source: str | Path | Sequence[Json], name: str | None = None) ->
     for i, graph in enumerate(graphs):
         try:
             out.append(MirageEntry(i, _read_graph(graph, f"{stem}_{i}"), None))
-        except UserError as e:
+        except ParseError as e:
             out.append(MirageEntry(i, None, e))
+        except UserError as e:
+            out.append(MirageEntry(i, None, MalformedGraph(str(e))))
     return out
 
 
@@ -289,6 +291,12 @@ def _read_word(
     if word == "concat_then_matmul" and prefix == "tb_":
         _arity(op, args, 4)
         return [_at(op.place, lambda: b.matmul(b.concat(args[:2], -1), b.concat(args[2:], -2)))]
+    head, _, rest = word.partition("_")
+    axis, _, tail = rest.partition("_")
+    sized = head in ("split", "reduction") and axis.isdigit()
+    accumulates = prefix == "tb_" and word in ACCUMULATORS
+    if not (word in UNARY or word in ("mul_scalar", "clamp") or sized or accumulates):
+        raise ParseError(f"{op.place}: unknown operator {kind!r}; known are {_known(prefix)}")
     _arity(op, args, 1)
     x = args[0]
     if word in UNARY:
@@ -298,15 +306,13 @@ def _read_word(
     if word == "clamp":
         low, high = op.number("min_val"), op.number("max_val")
         return [_at(op.place, lambda: c.clamp(x, low, high))]
-    if word.startswith("split_") and word[6:].isdigit():
-        return _read_split(op, x, int(word[6:]))
-    if word.startswith("reduction_"):
-        digits, _, rest = word[10:].partition("_")
-        if digits.isdigit() and rest in ("", "to_dimx"):
-            keep = dimx if rest else _recorded_keep(op, int(digits), prefix)
-            return [_at(op.place, lambda: b.sum(x, int(digits), keep))]
-    if prefix == "tb_" and word in ACCUMULATORS:
+    if accumulates:
         return [_at(op.place, lambda: ACCUMULATORS[word](x, dimx, loop))]
+    if head == "split" and not tail:
+        return _read_split(op, x, int(axis))
+    if head == "reduction" and tail in ("", "to_dimx"):
+        keep = dimx if tail else _recorded_keep(op, int(axis), prefix)
+        return [_at(op.place, lambda: b.sum(x, int(axis), keep))]
     raise ParseError(f"{op.place}: unknown operator {kind!r}; known are {_known(prefix)}")
 
 
