@@ -5,6 +5,7 @@ fits; `estimate` ranks programs without running them; `roofline` is the floor; `
 only when asked.
 """
 
+from obelisk.machine.calibrate import Calibration, calibrate, measure
 from obelisk.machine.cost import Cost, LaunchCost, estimate
 from obelisk.machine.description import Cache, Feature, Machine, MachineKind
 from obelisk.machine.footprint import capacity, footprint
@@ -13,6 +14,7 @@ from obelisk.machine.registry import MACHINES, find, for_capability, known_names
 from obelisk.machine.roofline import roofline
 
 __all__ = [
-    "MACHINES", "Cache", "Cost", "Feature", "LaunchCost", "Machine", "MachineKind", "capacity",
-    "estimate", "find", "footprint", "for_capability", "host", "known_names", "roofline",
+    "MACHINES", "Cache", "Calibration", "Cost", "Feature", "LaunchCost", "Machine", "MachineKind",
+    "calibrate", "capacity", "estimate", "find", "footprint", "for_capability", "host",
+    "known_names", "measure", "roofline",
 ]  # fmt: skip

@@ -67,8 +67,8 @@ def matmul_seconds(b: int, m: int, n: int, k: int, dtype: DType, machine: Machin
         flops = 2.0 * b * up(m, 16) * up(n, 8) * up(k, _TILE_K[dtype])
     else:
         flops = 2.0 * b * up(m, 4) * up(n, 8) * k
-    # Warps of 64 by 64 results read their rows and columns once each.
-    moved = b * k * dtype.nbytes * (m * -(-n // 64) + n * -(-m // 64))
+    # Warps of 64 by 64 results read their rows (16 at least) and columns once each.
+    moved = b * k * dtype.nbytes * (up(m, 16) * -(-n // 64) + n * -(-m // 64))
     return max(flops / (rate * REACH), moved / (SHARED_BYTES_PER_CLOCK * machine.clock))
 
 
