@@ -1,0 +1,68 @@
+"""The CPU target: C with vector types, threads over the grid.
+
+`lower_cpu` turns any graph into one self-contained translation unit; it only returns text.
+`variants` lists the lowering choices that are worth racing on a machine.
+"""
+
+from __future__ import annotations
+
+from obelisk.base.digest import digest
+from obelisk.base.errors import Infeasible
+from obelisk.ir.graph import Graph
+from obelisk.lower.cpu.emit import arena_stride, emit_program
+from obelisk.lower.cpu.options import CpuModule, CpuOptions
+from obelisk.lower.program import tile_program
+from obelisk.lower.schedule import Rules
+from obelisk.lower.tile import Product, TileProgram
+from obelisk.machine.description import Machine, MachineKind
+
+ARENA_LIMIT = 1 << 28  # bytes of fast memory per thread: beyond this a tile is no tile
+SCRATCH_LIMIT = 1 << 36  # bytes between kernels
+MAX_THREADS = 256
+DEFAULT = CpuOptions()
+
+__all__ = ["CpuModule", "CpuOptions", "cpu_program", "lower_cpu", "variants"]
+
+
+def _rules(machine: Machine, options: CpuOptions) -> Rules:
+    lanes = machine.vector_bytes // 4
+
+    def work(product: Product) -> int:
+        return options.depth * options.vectors * lanes
+
+    return Rules(lanes, options.alias, work, ARENA_LIMIT)
+
+
+def cpu_program(graph: Graph, machine: Machine, options: CpuOptions = DEFAULT) -> TileProgram:
+    """The scheduled tile program that `lower_cpu` prints."""
+    if machine.kind is not MachineKind.CPU:
+        raise Infeasible(
+            f"{machine.name} is a {machine.kind} machine; the CPU target cannot serve it"
+        )
+    program = tile_program(graph, _rules(machine, options), machine.cores)
+    if program.scratch > SCRATCH_LIMIT:
+        raise Infeasible(
+            f"tensors between kernels take {program.scratch} bytes, the limit is {SCRATCH_LIMIT}"
+        )
+    return program
+
+
+def lower_cpu(graph: Graph, machine: Machine, options: CpuOptions = DEFAULT) -> CpuModule:
+    """C for a graph. Deterministic: equal arguments give equal text. Raises `Infeasible` naming the
+    limit.
+    """
+    program = cpu_program(graph, machine, options)
+    threads = min(MAX_THREADS, options.max_threads or max(1, machine.cores))
+    source = emit_program(program, options, machine.vector_bytes // 4, threads)
+    scratch = program.scratch + threads * arena_stride(program)
+    notes = (
+        f"{len(program.calls)} calls of {len(program.kernels)} kernels",
+        f"{program.scratch} bytes between kernels (bound {program.scratch_bound})",
+        f"{program.arena} bytes of tiles per thread",
+    )
+    return CpuModule(source, scratch, digest("c", source), notes)
+
+
+def variants(graph: Graph, machine: Machine) -> list[CpuOptions]:
+    """The lowering choices worth racing for a graph, the default first."""
+    return [DEFAULT]

@@ -1,0 +1,288 @@
+"""C for a whole tile program: fixed runtime in front, one function per kernel, one for the graph.
+
+Takes a `TileProgram`, gives a self-contained translation unit. Blocks of a kernel are handed out to
+threads as they come; a barrier stands only between calls that depend on each other.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from obelisk.lower.cpu.chain import ChainStyle, emit_chain
+from obelisk.lower.cpu.names import CTYPE, extent, pointer, split_line, splits_of
+from obelisk.lower.cpu.options import CpuOptions
+from obelisk.lower.tile import (
+    BufferKind,
+    Call,
+    Chain,
+    Kernel,
+    Mode,
+    Product,
+    Statement,
+    Tensor,
+    TensorKind,
+    TileProgram,
+    View,
+)
+
+_PART = """
+/* How much of a tile is there: the part of [at, at + chunk) that starts at `from` and is `tile`
+long, within `full`. */ OB_INLINE long ob_part(long full, long at, long chunk, long from, long tile)
+{ long stop = from + tile < chunk ? from + tile : chunk; stop = at + stop < full ? at + stop : full;
+const long n = stop - (at + from); return n > 0 ? n : 0; }
+        """
+
+
+def runtime(name: str) -> str:
+    """The text of one of the fixed runtime's files."""
+    return files("obelisk.lower.cpu").joinpath("runtime", name).read_text(encoding="utf-8")
+
+
+def prelude(program: TileProgram, options: CpuOptions, lanes: int, threads: int) -> str:
+    """Sizes, then the runtime's files; product code only for the types in use."""
+    kinds = sorted(
+        {s.dtype.value for k in program.kernels for s in statements(k) if isinstance(s, Product)}
+    )
+    sizes = {
+        "OB_LANES": lanes,
+        "OB_MAX_THREADS": threads,
+        "OB_SPIN_MICROSECONDS": options.spin_microseconds,
+        "OB_MR": options.rows,
+        "OB_NV": options.vectors,
+        "OB_KC": options.depth,
+    }
+    types = {"f32": ("float", "vf"), "f64": ("double", "vd"), "i32": ("int32_t", "vi")}
+    parts = [
+        "#define _GNU_SOURCE 1",
+        *(f"#define {k} {v}" for k, v in sizes.items()),
+        runtime("vector.h"),
+        _PART.strip(),
+        "",
+        runtime("pool.h"),
+    ]
+    if kinds:
+        parts.append(runtime("product.h"))
+    for k in kinds:
+        ctype, vector = types[k]
+        parts.append(f"OB_PRODUCT({k}, {ctype}, {vector})")
+    return "\n".join(parts)
+
+
+def statements(kernel: Kernel) -> tuple[Statement, ...]:
+    """All statements of a kernel."""
+    return (*kernel.before, *kernel.body, *kernel.after)
+
+
+def _product(kernel: Kernel, s: Product) -> list[str]:
+    """Calls of the product routine, in loops over the batch dims."""
+    rank = len(s.c.shape)
+    ctype = CTYPE[s.dtype]
+    lines = ["{"]
+    indent = "  "
+
+    def base(v: View, name: str, const: str) -> str:
+        text = pointer(kernel, v.buffer, v.offset, v.moves)
+        return f"{const}{ctype} *const {name} = {text};"
+
+    lines.append(indent + base(s.a, "a", "const "))
+    lines.append(indent + base(s.b, "b", "const "))
+    lines.append(indent + base(s.c, "c", ""))
+    batch = [d for d in range(rank - 2) if s.c.shape[d].size > 1 or s.c.shape[d].split]
+    for d in batch:
+        lines.append(f"{indent}for (long i{d} = 0; i{d} < {extent(s.c.shape[d])}; i{d}++) {{")
+        indent += "  "
+
+    def at(v: View, name: str) -> str:
+        return " + ".join([name, *(f"i{d} * {v.strides[d]}L" for d in batch if v.strides[d])])
+
+    add = "it > 0" if s.mode is Mode.ADD_AFTER_FIRST and kernel.loop > 1 else "0"
+    m, n, k = extent(s.c.shape[-2]), extent(s.c.shape[-1]), extent(s.a.shape[-1])
+    assert s.work is not None
+    work = pointer(kernel, s.work, 0, ())
+    lines.append(
+        f"{indent}ob_product_{s.dtype}({m}, {n}, {k}, "
+        f"{at(s.a, 'a')}, {s.a.strides[-2]}, {s.a.strides[-1]}, "
+        f"{at(s.b, 'b')}, {s.b.strides[-2]}, {s.b.strides[-1]}, {at(s.c, 'c')}, {s.c.strides[-2]}, "
+        f"{add}, {work});"
+    )
+    for _ in batch:
+        indent = indent[:-2]
+        lines.append(indent + "}")
+    lines.append("}")
+    return lines
+
+
+def _statement(kernel: Kernel, s: Statement, number: int, style: ChainStyle) -> list[str]:
+    if isinstance(s, Chain):
+        return emit_chain(kernel, s, number, style)
+    return _product(kernel, s)
+
+
+def emit_kernel(kernel: Kernel, number: int, style: ChainStyle) -> str:
+    """One kernel as a C function of the block's number, the tensors' addresses and the block's fast
+    memory.
+    """
+    head = (
+        f"static void ob_kernel_{number}(const long block, void *const *const t, char *const arena)"
+    )
+    lines = [
+        f"/* kernel {number}: grid {kernel.grid}, loop {kernel.loop}, "
+        f"{kernel.arena} bytes of tiles */",
+        head + " {",
+    ]
+    lines.append("  (void)block; (void)arena; (void)t;")
+    step = 1
+    for a in reversed(range(len(kernel.grid))):
+        if kernel.grid[a] > 1:
+            lines.append(f"  const long g{a} = block / {step} % {kernel.grid[a]};")
+        else:
+            lines.append(f"  const long g{a} = 0;")
+        lines.append(f"  (void)g{a};")
+        step *= kernel.grid[a]
+    splits = splits_of(kernel)
+    for s in splits:
+        if not s.loop:
+            lines.append("  " + split_line(kernel, s))
+    count = 0
+    for part, name in ((kernel.before, "before"), (kernel.body, "body"), (kernel.after, "after")):
+        if not part:
+            continue
+        inside = name == "body"
+        pad = "    " if inside else "  "
+        if inside:
+            lines.append(
+                f"  for (long it = 0; it < {kernel.loop}; it++) {{"
+                if kernel.loop > 1
+                else "  { const long it = 0; (void)it;"
+            )
+            for s in splits:
+                if s.loop:
+                    lines.append(pad + split_line(kernel, s))
+        for statement in part:
+            lines += [pad + x for x in _statement(kernel, statement, count, style)]
+            count += 1
+        if inside:
+            lines.append("  }")
+    lines.append("}")
+    return "\n".join(lines)
+
+
+def barriers(program: TileProgram) -> list[bool]:
+    """For each call, whether a barrier must stand before it: it depends on a call since the last
+    barrier.
+    """
+    out: list[bool] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    # Scratch tensors may share bytes: reusing memory that is still read is a dependence too.
+    overlaps = _overlaps(program)
+    for call in program.calls:
+        reads = {b.tensor for b in call.params}
+        writes = {b.tensor for b in call.results}
+        touched = {o for w in writes for o in (w, *overlaps.get(w, ()))}
+        seen = {o for r in reads for o in (r, *overlaps.get(r, ()))}
+        need = bool(seen & written or touched & (read | written))
+        if need:
+            read, written = set(), set()
+        read |= reads
+        written |= writes
+        out.append(need)
+    return out
+
+
+def _overlaps(program: TileProgram) -> dict[int, list[int]]:
+    places = [
+        (i, t.offset, t.offset + max(1, t.nbytes))
+        for i, t in enumerate(program.tensors)
+        if t.kind is TensorKind.SCRATCH
+    ]
+    out: dict[int, list[int]] = {}
+    for i, a, b in places:
+        out[i] = [j for j, c, d in places if j != i and a < d and c < b]
+    return out
+
+
+def _address(tensor: Tensor, offset: int) -> str:
+    match tensor.kind:
+        case TensorKind.INPUT:
+            base = f"(char *)f->inputs[{tensor.index}]"
+        case TensorKind.OUTPUT:
+            base = f"(char *)f->outputs[{tensor.index}]"
+        case TensorKind.SCRATCH:
+            base = f"f->scratch + {tensor.offset}L"
+    step = int(offset * tensor.dtype.nbytes)
+    return base + (f" + {step}L" if step else "")
+
+
+def _call(program: TileProgram, call: Call, number: int, wait: bool, threads: int) -> list[str]:
+    kernel = program.kernels[call.kernel]
+    addresses = [
+        _address(program.tensors[b.tensor], b.offset) for b in (*call.params, *call.results)
+    ]
+    # Enough pieces for balance, few enough that handing them out costs nothing.
+    chunk = max(1, kernel.blocks // (threads * 16))
+    lines = ["  ob_barrier(threads);"] if wait else []
+    lines += [
+        f"  {{ /* {call.origin} */",
+        f"    void *const t[] = {{{', '.join(addresses)}}};",
+        f"    for (long b; (b = ob_take(&f->next[{number}], {chunk})) < {kernel.blocks};) {{",
+        f"      const long end = b + {chunk} < {kernel.blocks} ? b + {chunk} : {kernel.blocks};",
+        f"      for (; b < end; b++) ob_kernel_{call.kernel}(b, t, arena);",
+        "    }",
+        "  }",
+    ]
+    return lines
+
+
+def emit_program(program: TileProgram, options: CpuOptions, lanes: int, threads: int) -> str:
+    """The translation unit."""
+    style = ChainStyle(lanes, options.unroll)
+    parts = [
+        f"/* Obelisk: tile program {program.digest}; "
+        f"{len(program.calls)} calls of {len(program.kernels)} kernels. */",
+        prelude(program, options, lanes, threads),
+        "",
+        *(emit_kernel(k, i, style) + "\n" for i, k in enumerate(program.kernels)),
+    ]
+    calls = max(1, len(program.calls))
+    waits = barriers(program)
+    lines = [
+        "typedef struct {",
+        "  void *const *inputs;",
+        "  void *const *outputs;",
+        "  char *scratch;",
+        f"  atomic_long next[{calls}];",
+        "} ob_frame;",
+        "",
+        "static void ob_graph(int thread, int threads, void *arg) {",
+        "  ob_frame *const f = arg;",
+        f"  char *const arena = f->scratch + {program.scratch}L",
+        f"                      + thread * {arena_stride(program)}L;",
+        "  (void)arena; (void)threads;",
+    ]
+    for i, call in enumerate(program.calls):
+        lines += _call(program, call, i, waits[i], threads)
+    lines += [
+        "}",
+        "",
+        '__attribute__((visibility("default")))',
+        "int obelisk_run(void *const *inputs, void *const *outputs, void *scratch, int threads) {",
+        "  ob_frame frame = {.inputs = inputs, .outputs = outputs, .scratch = scratch};",
+        "  ob_pool_run(threads, ob_graph, &frame);",
+        "  return 0;",
+        "}",
+        "",
+    ]
+    return "\n".join([*parts, *lines])
+
+
+def arena_stride(program: TileProgram) -> int:
+    """Bytes from one thread's fast memory to the next: whole pages, so that threads share no line,
+    plus one line.
+    """
+    return -(-program.arena // 4096) * 4096 + 64
+
+
+def has_params(kernel: Kernel) -> bool:
+    """Whether a kernel reads any tensor."""
+    return any(b.kind is BufferKind.PARAM for b in kernel.buffers)

@@ -1,0 +1,53 @@
+"""What can be chosen when lowering for a CPU, and what a lowered module is.
+
+Frozen records only. `CpuOptions` is part of a kernel's identity: the same graph, machine and
+options give the same text, byte for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CpuOptions:
+    """Lowering choices.
+
+    Attributes:
+        rows: rows of a product's register block.
+        vectors: vectors of columns of a product's register block.
+        depth: how many steps of a product's depth are packed at a time.
+        alias: read tiles and write results in device memory where no copy is needed.
+        unroll: vectors per step of a loop that folds along lanes.
+        blocks_per_core: how finely predefined operators are cut.
+        max_threads: threads that the module has memory for.
+        spin_microseconds: how long a worker of the pool spins before it sleeps.
+    """
+
+    rows: int = 6
+    vectors: int = 2
+    depth: int = 256
+    alias: bool = True
+    unroll: int = 4
+    blocks_per_core: int = 4
+    max_threads: int = 0
+    spin_microseconds: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class CpuModule:
+    """Generated C.
+
+    Attributes:
+        source: the whole translation unit; its one entry is `int obelisk_run(void *const *inputs,
+            void *const *outputs, void *scratch, int threads)`.
+        scratch_bytes: bytes of scratch memory, 64-byte aligned, that a call needs; calls that
+            overlap need their own.
+        digest: of the source.
+        notes: what was decided, for people.
+    """
+
+    source: str
+    scratch_bytes: int
+    digest: str
+    notes: tuple[str, ...]
