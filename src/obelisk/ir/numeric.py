@@ -143,9 +143,9 @@ def run(
     algebra = NumpyAlgebra(precision)
     values = evaluate(graph.outputs, bind(graph, arrays, algebra), algebra)
     if precision is Precision.EXACT:
-        return [np.ascontiguousarray(v) for v in values]
+        return [np.asarray(v, order="C") for v in values]
     return [
-        np.ascontiguousarray(v).astype(o.dtype.numpy)
+        np.asarray(v, order="C").astype(o.dtype.numpy)
         for v, o in zip(values, graph.outputs, strict=True)
     ]
 

@@ -76,7 +76,8 @@ def _resize_input(node: Node, shape: Shape) -> Node:
     at: InputAttrs = node.attrs
     if len(shape) != node.rank:
         raise ShapeError(f"input {at.index} has rank {node.rank}, the new shape is {shape}")
-    return b.input_node(at.index, shape, at.dtype, _dense_like(at.strides, shape))
+    strides = at.strides if shape == node.shape else _dense_like(at.strides, shape)
+    return b.input_node(at.index, shape, at.dtype, strides)
 
 
 def _dense_like(strides: Shape | None, shape: Shape) -> Shape | None:
