@@ -86,8 +86,23 @@ def _store(s: Store, at: int) -> Json:
 
 
 def dumps(graph: Graph) -> str:
-    """`to_json` as text, one line per node; byte-stable."""
-    return json.dumps(to_json(graph), indent=1, ensure_ascii=False) + "\n"
+    """`to_json` as text: what fits a line stands on one, so each node has its own; byte-stable."""
+    return _layout(to_json(graph), "") + "\n"
+
+
+def _layout(value: Json, indent: str) -> str:
+    flat = json.dumps(value, ensure_ascii=False)
+    if len(indent) + len(flat) <= 100 or not value or not isinstance(value, (dict, list)):
+        return flat
+    inner = indent + " "
+    if isinstance(value, dict):
+        items = [f"{json.dumps(k)}: {_layout(v, inner)}" for k, v in value.items()]
+        opening, closing = "{", "}"
+    else:
+        items = [_layout(v, inner) for v in value]
+        opening, closing = "[", "]"
+    body = ",\n".join(inner + item for item in items)
+    return f"{opening}\n{body}\n{indent}{closing}"
 
 
 # --- reading -------------------------------------------------------------------------------------
