@@ -1,0 +1,324 @@
+"""Random small graphs through the whole pipeline: `python -m tests.fuzz --seed N --count 200`.
+
+Each graph ends in a correct result against float64 or in a clean refusal (an `ObeliskError`); no
+process may die by a signal or hang. Graphs run in child processes, several to a child; a child that
+dies or hangs is a failure of the graph it was at, and the others go on in a new one. Prints a
+summary and, for each failure, the command that repeats it. Exit code 1 when anything failed.
+
+`--stage lower` leaves out search, verify and tune: it lowers and builds the plain program, with
+lowering options drawn from the seed. `--stage interpret` runs the interpreter alone. `--graph S`
+runs one graph and says which of its values is the first that is wrong by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from obelisk.base.errors import InternalError, ObeliskError
+from obelisk.ir import Graph, Precision, make_graph, run
+from obelisk.ir.text import to_text
+from tests.fuzz_graphs import arrays_for, random_program, worst_error
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ("optimize", "lower", "interpret")
+BAD = frozenset({"crash", "hang", "wrong", "incomplete", "overrun", "stale", "unloadable"})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one graph: "ok" and "refused" are good, all else is a failure."""
+
+    graph: int
+    status: str
+    detail: str = ""
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return self.status in ("ok", "refused")
+
+
+@dataclass(frozen=True)
+class Job:
+    """How to run graphs."""
+
+    stage: str
+    device: str
+    budget: float
+    cache: str  # where children keep what they build
+    patience: float = 120.0  # seconds beyond the budget after which a graph counts as hanging
+    starts: float = 60.0  # seconds that a child may take to import what it needs
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a graph counts as hanging."""
+        return self.budget * 1.1 + self.patience
+
+
+# --- one graph ------------------------------------------------------------------------------------
+
+
+def run_interpret(graph: Graph, arrays: list[Any], seed: int, job: Job) -> list[Any]:
+    """The graph in its own precision, by the interpreter."""
+    return run(graph, arrays, Precision.WORKING)
+
+
+def run_lowered(graph: Graph, arrays: list[Any], seed: int, job: Job) -> list[Any]:
+    """The plain program as C, with lowering options drawn from the seed."""
+    from obelisk.build import Library, compile_c
+    from obelisk.lower.cpu import CpuOptions, lower_cpu
+    from obelisk.machine import host
+
+    rng = random.Random(seed)
+    options = CpuOptions(
+        rows=rng.choice((6, 6, 4, 1)),
+        vectors=rng.choice((2, 2, 1)),
+        depth=rng.choice((256, 256, 16)),
+        alias=rng.random() < 0.7,
+        blocks_per_core=rng.choice((4, 1, 9)),
+    )
+    module = lower_cpu(graph, host(), options)
+    if lower_cpu(graph, host(), options).source != module.source:
+        raise InternalError("lowering the same graph twice gave two texts")
+    built = compile_c(module.source, timeout=60.0)
+    # Outputs start as garbage and lie between guards, which must survive.
+    guard = 64
+    memory = [np.full(o.nbytes + 2 * guard, 0xAB, np.uint8) for o in graph.outputs]
+    outs = [
+        m[guard : guard + o.nbytes].view(o.dtype.numpy).reshape(o.shape)
+        for m, o in zip(memory, graph.outputs, strict=True)
+    ]
+    Library(built.path, module.scratch_bytes).run(arrays, outs, rng.choice((1, 2)))
+    for m in memory:
+        if (m[:guard] != 0xAB).any() or (m[-guard:] != 0xAB).any():
+            raise InternalError("the kernel wrote outside its output")
+    return [o.copy() for o in outs]
+
+
+def run_optimized(graph: Graph, arrays: list[Any], seed: int, job: Job) -> list[Any]:
+    """The public way: `obelisk.optimize`, then a call; candidates that misbehaved are errors."""
+    import obelisk
+
+    best = obelisk.optimize(
+        graph, device=job.device, budget=job.budget, seed=seed, cache=False, baselines=()
+    )
+    faults = [c for c in best.report.candidates if c.status.split()[0].lower() in BAD]
+    if faults:
+        reasons = "; ".join(f"{c.status}: {c.reason}" for c in faults)
+        raise InternalError(f"{len(faults)} candidates misbehaved: {reasons}")
+    got = best(*arrays)
+    return list(got) if isinstance(got, tuple) else [got]
+
+
+RUNNERS: dict[str, Callable[[Graph, list[Any], int, Job], list[Any]]] = {
+    "interpret": run_interpret,
+    "lower": run_lowered,
+    "optimize": run_optimized,
+}
+
+
+def judge(graph: Graph, seed: int, job: Job) -> tuple[str, str]:
+    """Status and detail of one graph; never raises for what Obelisk refuses."""
+    arrays = arrays_for(graph, seed)
+    logical = [np.array(a) for a in arrays]
+    try:
+        got = RUNNERS[job.stage](graph, arrays, seed, job)
+    except InternalError as error:
+        return "internal", str(error)
+    except ObeliskError as error:
+        return "refused", f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {error}"
+    exact, working = run(graph, logical), run(graph, logical, Precision.WORKING)
+    for i, node in enumerate(graph.outputs):
+        if got[i].shape != node.shape or got[i].dtype != node.dtype.numpy:
+            return "wrong", f"output {i} is {got[i].dtype}{got[i].shape}, expected {node!r}"
+        error = worst_error(got[i], exact[i], working[i], node.dtype)
+        if error > 1:
+            return "wrong", f"output {i} {node!r}: error {error:.3g} times the tolerance"
+    for before, after in zip(logical, arrays, strict=True):
+        if not np.array_equal(before, np.array(after), equal_nan=True):
+            return "wrong", "an input was changed"
+    return "ok", ""
+
+
+def explain(seed: int, job: Job) -> None:
+    """Print the program, its outcome, and the first of its values that is wrong by itself."""
+    graph = random_program(seed)
+    print(to_text(graph), flush=True)
+    print(*judge(graph, seed, job), flush=True)
+    for node in graph.nodes:
+        if node.inputs:
+            alone = make_graph(graph.inputs, [node], graph.input_names, name=f"part_of_{seed}")
+            status, detail = judge(alone, seed, job)
+            if status not in ("ok", "refused"):
+                print(f"first faulty value: {node!r} of {node.inputs}\n  {status}: {detail}")
+                print(to_text(alone))
+                return
+
+
+# --- children -------------------------------------------------------------------------------------
+
+
+def child(seeds: Sequence[int], job: Job) -> None:
+    """Run graphs in this process; one line when a graph begins, one when it ends."""
+    for seed in seeds:
+        print(json.dumps({"begin": seed}), flush=True)
+        start = time.monotonic()
+        status, detail = judge(random_program(seed), seed, job)
+        took = time.monotonic() - start
+        line = {"end": seed, "status": status, "detail": detail[:500], "seconds": took}
+        print(json.dumps(line), flush=True)
+
+
+def _lines(stream: Any) -> queue.Queue[str | None]:
+    """The stream's lines as they come; None at its end."""
+    out: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in stream:
+            out.put(line)
+        out.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return out
+
+
+def child_command(seeds: Sequence[int], job: Job) -> list[str]:
+    """What runs some graphs in a process of their own."""
+    listed = ",".join(map(str, seeds))
+    options = ["--stage", job.stage, "--device", job.device, "--budget", str(job.budget)]
+    return [sys.executable, "-m", "tests.fuzz", "--child", listed, *options]
+
+
+def run_batch(
+    seeds: Sequence[int],
+    job: Job,
+    command: Callable[[Sequence[int], Job], list[str]] = child_command,
+) -> Iterator[Outcome]:
+    """Outcomes of some graphs, in as many children as it takes."""
+    left = deque(seeds)
+    while left:
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                command(left, job), cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+                start_new_session=True, env={**os.environ, "OBELISK_CACHE": job.cache},
+            )  # fmt: skip
+            hung = yield from _follow(process, left, job)
+            if left and not hung:  # it ended early: the graph that it was at is to blame
+                errors.seek(0)
+                code = process.returncode
+                name = signal.Signals(-code).name if code < 0 else f"exit {code}"
+                yield Outcome(left.popleft(), "died", f"{name}; {errors.read()[-300:]}")
+
+
+def _follow(
+    process: subprocess.Popen[str], left: deque[int], job: Job
+) -> Generator[Outcome, None, bool]:
+    """Outcomes as a child reports them, taken off `left`; True when it hung and was killed."""
+    lines = _lines(process.stdout)
+    wait = job.starts
+    while True:
+        try:
+            line = lines.get(timeout=wait)
+        except queue.Empty:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            yield Outcome(left.popleft(), "hang", f"nothing for {wait:.0f} s", wait)
+            return True
+        if line is None:
+            process.wait()
+            return False
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue  # something printed
+        wait = job.limit
+        if "end" in said:
+            left.popleft()
+            yield Outcome(said["end"], said["status"], said["detail"], said["seconds"])
+
+
+def graph_seeds(seed: int, count: int) -> list[int]:
+    """The graphs of a run: different runs share none."""
+    return [seed * 1_000_003 + i for i in range(count)]
+
+
+def fuzz(seed: int, count: int, job: Job, *, size: int = 10, jobs: int = 2) -> list[Outcome]:
+    """Outcomes of all graphs of a run, in order; progress goes to stderr."""
+    seeds = graph_seeds(seed, count)
+    batches = [seeds[i : i + size] for i in range(0, count, size)]
+    done: list[Outcome] = []
+    lock = threading.Lock()
+
+    def work(batch: Sequence[int]) -> None:
+        for outcome in run_batch(batch, job):
+            with lock:
+                done.append(outcome)
+                if sys.stderr.isatty() or not outcome.good:
+                    print(f"[{len(done)}/{count}] {outcome.graph} {outcome.status} "
+                          f"{outcome.detail[:200]}", file=sys.stderr)  # fmt: skip
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(work, batches))
+    return sorted(done, key=lambda o: o.graph)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; gives the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the run")
+    parser.add_argument("--count", type=int, default=200, help="graphs")
+    parser.add_argument("--stage", choices=STAGES, default="optimize")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds of optimize, a graph")
+    parser.add_argument("--batch", type=int, default=10, help="graphs a child process")
+    parser.add_argument("--jobs", type=int, default=2, help="child processes at a time")
+    parser.add_argument("--graph", type=int, help="run this graph alone, and explain it")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    job = Job(args.stage, args.device, args.budget, os.environ.get("OBELISK_CACHE", ""))
+    if args.child:
+        child([int(s) for s in args.child.split(",")], job)
+        return 0
+    if args.graph is not None:
+        explain(args.graph, job)
+        return 0
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="obelisk-fuzz-") as cache:
+        job = replace(job, cache=cache)
+        done = fuzz(args.seed, args.count, job, size=args.batch, jobs=args.jobs)
+    counts = Counter(o.status for o in done)
+    failures = [o for o in done if not o.good]
+    for o in failures:
+        print(f"{o.status}: {o.detail}\n  repeat: python -m tests.fuzz --stage {job.stage} "
+              f"--device {job.device} --budget {job.budget:g} --graph {o.graph}")  # fmt: skip
+    refusals = Counter(o.detail[:100] for o in done if o.status == "refused")
+    for text, n in refusals.most_common(10):
+        print(f"refused {n}: {text}")
+    parts = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))
+    print(f"{len(done)} graphs: {parts}; {time.monotonic() - start:.0f} s, seed {args.seed}, "
+          f"stage {job.stage}")  # fmt: skip
+    return 1 if failures or len(done) != args.count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
