@@ -284,6 +284,69 @@ def test_rules_of_the_level(grid: tuple[int, ...], loop: int, build: Build, text
         attempt()
 
 
+EMPTY: dict[str, Callable[[BlockBuilder, Node, Node], Node]] = {
+    "elementwise": lambda k, x, y: b.add(k.load(x, (0,)), k.load(y, (None,))),
+    "broadcast": lambda k, x, y: b.broadcast(k.load(x, (0,)), (4, 5)),
+    "contraction": lambda k, x, y: b.matmul(
+        b.transpose(k.load(x, (0,))), b.sum(k.load(y, (None,)), 0)),
+    "concat": lambda k, x, y: b.concat([k.load(x, (0,)), b.sum(k.load(y, (None,)), 0)], 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("build", EMPTY.values(), ids=EMPTY.keys())
+def test_tiles_of_one_row_that_may_be_empty_do_not_broadcast(
+    build: Callable[[BlockBuilder, Node, Node], Node],
+) -> None:
+    """Three rows over four blocks: the last block has none, where an extent of 1 would meet 4."""
+    x, y = b.input_node(0, (3, 5)), b.input_node(1, (4, 5))
+    block = BlockBuilder((4,))
+    block.store(build(block, x, y), (None,), reduce=Reduce.SUM)
+    with pytest.raises(MalformedGraph, match=r"broadcast to 4|cut differently|not all full"):
+        block.finish()
+    even = BlockBuilder((4,))
+    wide = b.input_node(0, (4, 5))
+    even.store(b.sum(build(even, wide, y), 0), (0,))
+    even.finish()
+
+
+def test_blocks_without_work_add_nothing() -> None:
+    """More blocks and iterations than rows and columns, for floats and integers."""
+    for dtype in (DType.F32, DType.I32, DType.I8):
+        x = b.input_node(0, (3, 2), dtype)
+        block = BlockBuilder((5,), 4)
+        tile = block.load(x, (0,), 1)
+        block.store(b.accum_sum(b.sum(tile, 1)), (0,))
+        block.store(b.accum_max(b.reduce_max(tile, 1)), (0,))
+        data = np.array([[-3, -4], [5, 6], [-1, 2]], dtype=dtype.numpy)
+        total, top = run(make_graph([x], block.launch()), [data])
+        assert total.tolist() == [[-7], [11], [1]]
+        assert top.tolist() == [[-3], [6], [2]]
+
+
+def test_constants_take_shapes_inside_blocks() -> None:
+    """A scalar that is broadcast or reshaped keeps its place beside the batch axes."""
+    x = b.input_node(0, (4, 6, 2))
+    block = BlockBuilder((2, 3))
+    tile = block.load(x, (0, 1))
+    ones = b.concat([b.broadcast(b.const(1.0), (2, 1)), b.reshape(b.const(2.0), (1, 1))], 0)
+    filled = b.broadcast(b.sum(ones, 0), (2, 2))
+    block.store(b.add(tile, filled), (0, 1))
+    data = np.random.default_rng(0).standard_normal((4, 6, 2))
+    (got,) = run(make_graph([x], block.launch()), [data])
+    np.testing.assert_allclose(got, data + 4.0)
+
+
+def test_sizes_in_thread_graphs_know_their_loop() -> None:
+    x = b.input_node(0, (4, 8))
+    block = BlockBuilder((2,), 4)
+    tile = block.load(x, (0,), 1)
+    e = b.elem(0, tile)
+    chain = thread_graph((b.mul(e, b.size(e, 1, SizeScope.LOOP, 2)),))
+    block.store(b.accum_sum(b.run_thread(chain, [tile])[0]), (0,))
+    with pytest.raises(MalformedGraph, match="size was taken for loop 2, but the block has loop 4"):
+        block.finish()
+
+
 def test_an_unused_load_is_refused() -> None:
     block = BlockBuilder((2,))
     block.load(b.input_node(1, (4, 8)), (0,))

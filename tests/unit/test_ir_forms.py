@@ -318,6 +318,8 @@ def test_equal_structure_is_one_object() -> None:
     assert b.input_node(0, (2, 3), strides=(1, 2)) is not x
     assert b.sum(x, -1) is b.sum(x, 1)
     assert b.add(x, x) is not b.mul(x, x)
+    assert b.const(-0.0) is b.const(0.0)
+    assert str(b.const(-0.0).attrs.value) == "0.0"
     assert make(Op.EXP, (x,)) is b.exp(x)
     assert parse(EXAMPLE).outputs[0].attrs.block is parse(EXAMPLE).outputs[0].attrs.block
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from obelisk.base.errors import DTypeError
 from obelisk.ir import TABLE, DType, Graph, Kind, Op, Precision, make_graph, random_inputs, run
 from obelisk.ir import build as b
 from obelisk.ir import composite as c
@@ -224,6 +225,26 @@ def test_integers_wrap_and_cast() -> None:
     assert total.tolist() == [-56, 56, 6]
     assert real.tolist() == [100.0, -100.0, 3.0]
     assert back.tolist() == [100, -100, 3]
+
+
+def test_narrow_integers_wrap_and_bools_are_made() -> None:
+    x, y = b.input_node(0, (3,), DType.I4), b.input_node(1, (4,))
+    graph = make_graph([x, y], [b.add(x, x), b.cast(y, "bool"), b.cast(y, "i8")])
+    arrays = [np.array([7, -8, 3]), np.array([0.0, -0.5, 2.9, 300.7])]
+    for precision in Precision:
+        total, truth, whole = run(graph, arrays, precision)
+        assert total.astype(int).tolist() == [-2, 0, 6]
+        assert truth.astype(bool).tolist() == [False, True, True, True]
+        assert whole.tolist() == [0, 0, 2, 44]
+
+
+def test_constants_with_integers_must_be_whole() -> None:
+    x = b.input_node(0, (3,), DType.I32)
+    assert b.add(x, 2.0).dtype is DType.I32
+    with pytest.raises(DTypeError, match=r"add: constant 1\.5 with operands of i32"):
+        b.add(x, 1.5)
+    with pytest.raises(DTypeError, match="where: constant -inf"):
+        b.where(b.less(x, 1.0), x, -inf)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -1,4 +1,8 @@
-"""Logging: one logger tree, `obelisk.*`, on standard error, at the level that `settings` names."""
+"""Logging: one logger tree, `obelisk.*`, on standard error, at the level that `settings` names.
+
+Gives a package its logger. The handler is installed once, on first use, and only on Obelisk's own
+tree, so that an application's logging is left alone.
+"""
 
 from __future__ import annotations
 

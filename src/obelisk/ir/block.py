@@ -230,10 +230,8 @@ def analyse(grid: tuple[int, ...], loop: int, stores: tuple[Store, ...]) -> Bloc
                 )
         elif node.op in (Op.INPUT, Op.BLOCK, Op.ELEM):
             raise MalformedGraph(f"{node.op.value} cannot occur inside a block graph")
-        if node.op is Op.SIZE and node.attrs.scope is SizeScope.LOOP and node.attrs.loop != loop:
-            raise MalformedGraph(
-                f"size was taken for loop {node.attrs.loop}, but the block has loop {loop}"
-            )
+        for inner in node.attrs.thread.body if node.op is Op.THREAD else (node,):
+            _check_size(inner, loop)
         phase[node] = _phase(node, phase)
         splits[node] = propagate(node, splits, phase, grid, loop)
         if any(is_ragged(s, t, grid, loop) for s, t in zip(splits[node], node.shape, strict=True)):
@@ -244,6 +242,13 @@ def analyse(grid: tuple[int, ...], loop: int, stores: tuple[Store, ...]) -> Bloc
         )
     shapes = tuple(_store_shape(s, phase[s.value], splits[s.value], grid, loop) for s in stores)
     return BlockInfo(tuple(params[i] for i in range(len(params))), phase, splits, shapes, ragged)
+
+
+def _check_size(node: Node, loop: int) -> None:
+    if node.op is Op.SIZE and node.attrs.scope is SizeScope.LOOP and node.attrs.loop != loop:
+        raise MalformedGraph(
+            f"size was taken for loop {node.attrs.loop}, but the block has loop {loop}"
+        )
 
 
 _ACCUMULATORS = (Op.ACCUM_SUM, Op.ACCUM_MAX, Op.ACCUM_RESCALE)

@@ -1,5 +1,8 @@
-"""`KernelGraph`: the builder that users write programs with. It collects inputs and outputs and
-freezes to a `Graph`.
+"""`KernelGraph`: the builder that users write programs with.
+
+Takes shapes, dtypes and names; its methods are the functions of `build` and `composite`, on
+interned nodes. Gives a frozen `Graph`. It holds only the list of inputs and outputs, so that two
+builders may share values.
 """
 
 from __future__ import annotations

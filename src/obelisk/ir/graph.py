@@ -105,6 +105,7 @@ def make_graph(
         if node.op in (
             Op.LOAD,
             Op.ELEM,
+            Op.THREAD,
             Op.ACCUM_SUM,
             Op.ACCUM_MAX,
             Op.RUNNING_MAX,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from obelisk.ir.node import Node
+from obelisk.ir.op import Op
 
 Array = Any  # numpy arrays; `Any` because ml_dtypes scalars defeat numpy's own annotations
 Meaning = Callable[[Node, Sequence[Array], int], Array]
@@ -51,8 +52,9 @@ def align(x: Array, lead: int, own: int, rank: int) -> Array:
     return x.reshape(x.shape[:lead] + (1,) * (rank - own) + x.shape[lead:])
 
 
-def _lead(x: Array, lead: int) -> int:
-    return lead if x.ndim else 0
+def spread(x: Array, lead: int) -> Array:
+    """A bare scalar (a constant) with batch axes of extent 1."""
+    return x if x.ndim else x.reshape((1,) * lead)
 
 
 def unary(fn: Callable[[Array], Array]) -> Meaning:
@@ -82,6 +84,9 @@ def reduce(fn: Callable[..., Array]) -> Meaning:
     def run(node: Node, args: Sequence[Array], lead: int) -> Array:
         (x,) = args
         axis, keep = node.attrs.axis - node.inputs[0].rank + x.ndim, node.attrs.keep
+        if x.shape[axis] == 0 and node.op is Op.REDUCE_MAX and not node.dtype.is_float:
+            empty = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+            return np.full(empty, -(1 << (node.dtype.bits - 1)), dtype=x.dtype)
         if keep == 1:
             return fn(x, axis=axis, keepdims=True)
         shape = (*x.shape[:axis], x.shape[axis] // keep, keep, *x.shape[axis + 1 :])
@@ -98,7 +103,7 @@ def matmul(node: Node, args: Sequence[Array], lead: int) -> Array:
 
 def reshape(node: Node, args: Sequence[Array], lead: int) -> Array:
     """Row-major reshape of a value's own dims."""
-    (x,) = args
+    (x,) = (spread(a, lead) for a in args)
     if x.shape[lead:] == node.inputs[0].shape:
         return x.reshape(x.shape[:lead] + node.shape)
     return x.reshape(
@@ -126,14 +131,13 @@ def transpose(node: Node, args: Sequence[Array], lead: int) -> Array:
 
 def broadcast(node: Node, args: Sequence[Array], lead: int) -> Array:
     """Broadcast to the node's shape (short tiles stay short)."""
-    x = align(args[0], lead, node.inputs[0].rank, node.rank)
+    x = align(spread(args[0], lead), lead, node.inputs[0].rank, node.rank)
     own = node.inputs[0].shape
     pad = node.rank - len(own)
     target = tuple(
-        n if d < pad or own[d - pad] != n else x.shape[_lead(x, lead) + d]
-        for d, n in enumerate(node.shape)
+        n if d < pad or own[d - pad] != n else x.shape[lead + d] for d, n in enumerate(node.shape)
     )
-    return np.broadcast_to(x, x.shape[: _lead(x, lead)] + target)
+    return np.broadcast_to(x, x.shape[:lead] + target)
 
 
 def slice_(node: Node, args: Sequence[Array], lead: int) -> Array:

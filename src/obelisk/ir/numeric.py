@@ -73,6 +73,8 @@ class NumpyAlgebra:
         assert meaning is not None
         if node.op is Op.CAST and node.dtype.is_float and args[0].dtype.kind in "ib":
             args = [args[0].astype(np.float64 if self.exact else np.float32)]
+        if node.op is Op.CAST and node.dtype is DType.BOOL:
+            return args[0] != 0
         with np.errstate(all="ignore"):
             return meaning(node, args, lead)
 
@@ -113,9 +115,9 @@ class NumpyAlgebra:
 
 def _wrap(value: Array, dtype: DType) -> Array:
     """Integers wrap around as two's complement."""
-    if dtype is DType.I32:
-        return value.astype(np.int32).astype(np.int64)
-    return value.astype(np.int8).astype(np.int64)
+    whole = value.astype(np.int64)  # a float is cut towards zero
+    half = 1 << (dtype.bits - 1)
+    return (whole + half) % (2 * half) - half
 
 
 def bind(graph: Graph, arrays: Sequence[Array], algebra: NumpyAlgebra) -> dict[Node, Array]:

@@ -86,6 +86,10 @@ class ConstAttrs:
 
     value: float
 
+    def __post_init__(self) -> None:
+        # -0.0 equals 0.0, so both would be one interned node with two digests: keep only 0.0.
+        object.__setattr__(self, "value", float(self.value) + 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class IotaAttrs:

@@ -35,6 +35,13 @@ class _Rules:
 
     def meet(self, what: str, dims: Sequence[tuple[int, Split | None]]) -> Split | None:
         """The cut of a dim in which several operand dims (extent, cut) meet."""
+        # A dim of tile extent 1 broadcasts, but where its last tile is empty there is nothing to.
+        widest = max(d[0] for d in dims)
+        if widest > 1 and any(t == 1 and self.ragged(s, t) for t, s in dims):
+            raise MalformedGraph(
+                f"{what}: a dim of extent 1, of which some blocks or iterations have none, would "
+                f"be broadcast to {widest}: choose a grid and loop that divide it"
+            )
         wide = [d for d in dims if d[0] != 1] or [d for d in dims if d[1] is not None] or list(dims)
         first = wide[0][1]
         if all(s == first for _, s in wide):
@@ -45,6 +52,15 @@ class _Rules:
                 f"{what}: operands with short last tiles are cut differently ({cuts})"
             )
         return None
+
+    def equal(self, what: str, dims: Sequence[tuple[int, Split | None]]) -> Split | None:
+        """The cut of a dim in which operands meet without broadcasting: 1 is no exception."""
+        if len({s for _, s in dims}) > 1 and any(self.ragged(s, t) for t, s in dims):
+            cuts = ", ".join(str(s) for _, s in dims)
+            raise MalformedGraph(
+                f"{what}: operands with short last tiles are cut differently ({cuts})"
+            )
+        return self.meet(what, dims)
 
     def broadcast(
         self, what: str, rank: int, operands: Sequence[tuple[tuple[int, ...], Splits]]
@@ -134,6 +150,8 @@ def propagate(
             return tuple(cuts[0][p] for p in node.attrs.perm)
         case Op.BROADCAST:
             pad = node.rank - node.inputs[0].rank
+            grown = [d for d, n in enumerate(node.inputs[0].shape) if n != node.shape[d + pad]]
+            rules.whole(node, node.inputs[0], cuts[0], grown)
             return (None,) * pad + tuple(
                 s if node.inputs[0].shape[d] == node.shape[d + pad] else None
                 for d, s in enumerate(cuts[0])
@@ -155,7 +173,7 @@ def propagate(
 
 def _matmul(rules: _Rules, node: Node, cuts: list[Splits]) -> Splits:
     a, b = node.inputs
-    rules.meet("matmul contraction", [(a.shape[-1], cuts[0][-1]), (b.shape[-2], cuts[1][-2])])
+    rules.equal("matmul contraction", [(a.shape[-1], cuts[0][-1]), (b.shape[-2], cuts[1][-2])])
     batch = rules.broadcast(
         "matmul batch", node.rank - 2, [(a.shape[:-2], cuts[0][:-2]), (b.shape[:-2], cuts[1][:-2])]
     )
@@ -172,7 +190,7 @@ def _concat(rules: _Rules, node: Node, cuts: list[Splits]) -> Splits:
             out.append(None)
         else:
             out.append(
-                rules.meet(
+                rules.equal(
                     "concat", [(i.shape[d], c[d]) for i, c in zip(node.inputs, cuts, strict=True)]
                 )
             )

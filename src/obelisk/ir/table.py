@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, isnan, prod
+from math import inf, isfinite, isnan, prod
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,10 @@ def _common(what: str, *nodes: Node) -> DType:
         if got is None:
             raise DTypeError(f"{what}: operands are {out} and {d}; cast one of them")
         out = got
+    for n in nodes:
+        value = n.attrs.value if n.op is Op.CONST else 0.0
+        if not out.is_float and value != int(value if isfinite(value) else 0):
+            raise DTypeError(f"{what}: constant {value} with operands of {out}; cast them")
     return out
 
 
