@@ -55,8 +55,13 @@ app.add_typer(cache_app, name="cache")
 _UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-def parse_seconds(text: str) -> float:
-    """`60s`, `90`, `1.5m`, `2h`, `500ms` in seconds; `typer.BadParameter` for anything else."""
+def parse_seconds(text: str | float) -> float:
+    """`60s`, `90`, `1.5m`, `2h`, `500ms` in seconds; `typer.BadParameter` for anything else.
+
+    A number stays: defaults pass through here, too.
+    """
+    if isinstance(text, float):
+        return text
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|)\s*", text)
     if found is None or float(found[1]) <= 0:
         raise typer.BadParameter(f"{text!r} is no time; write 60s, 2m or 500ms")

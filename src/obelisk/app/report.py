@@ -201,8 +201,13 @@ def show_us(us: float | None) -> str:
         return "-"
     for unit, size in (("s", 1e6), ("ms", 1e3), ("us", 1.0)):
         if us >= size:
-            return f"{us / size:.3g} {unit}" if us / size < 1000 else f"{us / size:.0f} {unit}"
+            return f"{_digits(us / size)} {unit}"
     return f"{us * 1e3:.0f} ns"
+
+
+def _digits(value: float) -> str:
+    """Three digits, never an exponent."""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
 def show_bytes(count: float) -> str:
@@ -210,9 +215,9 @@ def show_bytes(count: float) -> str:
     size = float(count)
     for unit in ("B", "KB", "MB"):
         if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+            return f"{_digits(size)} {unit}"
         size /= 1000
-    return f"{size:.3g} GB"
+    return f"{_digits(size)} GB"
 
 
 def render_html(report: Report, svg: str, text: str) -> str:
