@@ -13,15 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from obelisk.ir.graph import Graph
-from obelisk.tune.judge import (
-    Judgement,
-    Reference,
-    TensorSpec,
-    fill,
-    input_specs,
-    judge,
-    output_specs,
-)
+from obelisk.tune.inputs import Inputs, TensorSpec, input_specs, output_specs
+from obelisk.tune.judge import Judgement, fill, judge, reference
 from obelisk.tune.regions import Region
 from obelisk.tune.supervisor import Supervisor
 
@@ -30,15 +23,15 @@ class Bench:
     """A context manager: memory and worker are released at the end.
 
     Attributes:
-        program, right: what is computed, and the right answers.
+        program, inputs, right: what is computed, on what, and the right answers.
         limit: seconds that one checked call may take.
         child: the worker, started on demand.
     """
 
     def __init__(
-        self, program: Graph, right: Reference, threads: int, limit: float, scratch_bytes: int
+        self, program: Graph, seed: int, threads: int, limit: float, scratch_bytes: int
     ) -> None:
-        self.program, self.right, self.limit = program, right, limit
+        self.program, self.limit = program, limit
         self._specs_in, self._specs_out = input_specs(program), output_specs(program)
         self._ins = [Region(s.nbytes, i) for i, s in enumerate(self._specs_in)]
         self.outs = [Region(s.nbytes, i) for i, s in enumerate(self._specs_out)]
@@ -52,6 +45,9 @@ class Bench:
             "threads": threads,
         }
         self.child = Supervisor(hello, tuple(r.spec.fd for r in self._regions()))
+        # The sets live in the shared memory itself: no copy, however large the weights are.
+        self.inputs = Inputs(program, seed, [r.data for r in self._ins])
+        self.right = reference(program, self.inputs)
 
     def _regions(self) -> list[Region]:
         return [*self._ins, *self.outs, self._scratch]
@@ -74,11 +70,7 @@ class Bench:
 
         Always the same addresses, so a stale copy shows.
         """
-        for region, spec, array in zip(
-            self._ins, self._specs_in, self.right.inputs[which], strict=True
-        ):
-            region.data[:] = 0xFF
-            spec.view(region.data)[...] = array
+        self.inputs.select(which)
 
     def blank(self, turn: int, scratch_bytes: int = 0) -> None:
         """Fill the outputs with the turn's NaN, the scratch area with garbage, and set all

@@ -47,8 +47,8 @@ class Region:
         self._file = tempfile.TemporaryFile(dir=_roomy(want))  # noqa: SIM115 (closed by close())
         self._file.truncate(want)
         self.spec = RegionSpec(self._file.fileno(), nbytes)
-        self._map = mmap.mmap(self._file.fileno(), want)
-        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        mapped = mmap.mmap(self._file.fileno(), want)
+        self._bytes = np.frombuffer(mapped, dtype=np.uint8)
         self.data = self._bytes[_LEAD : _LEAD + nbytes]
         self._before = self._bytes[PAGE:_LEAD]
         tail = np.random.default_rng(seed).integers(0, 256, PAGE * 2, dtype=np.uint8)
@@ -81,9 +81,7 @@ class Region:
         return self._bytes[start : min(start + 2 * PAGE, self.spec.total - PAGE)]
 
     def close(self) -> None:
-        """Release the memory. Views handed out before must not be used any more."""
-        del self.data, self._before, self._bytes
-        self._map.close()
+        """Close the file. The memory goes when the last view of it does."""
         self._file.close()
 
 

@@ -21,19 +21,19 @@ from obelisk.base.progress import Progress, Silent
 from obelisk.ir.graph import Graph
 from obelisk.machine.host import host
 from obelisk.tune.bench import Bench
-from obelisk.tune.judge import SETS, Judgement, input_specs, output_specs, reference
+from obelisk.tune.inputs import input_specs, output_specs
+from obelisk.tune.judge import Judgement
 from obelisk.tune.race import Runner, leader, race, significantly_slower
 from obelisk.tune.stats import interval, quartile_range
 from obelisk.tune.supervisor import Fallen
 from obelisk.tune.types import Contender, Measured, Status, TuneItem, TuneReport, count_line
 
-_ORDER = (*range(SETS), 0)  # input sets of the checked calls: the first one comes again
 _CHECK_SHARE = 0.6  # of the budget at most for checking, the rest for the race
 _BATCH_SECONDS = 1e-3  # a sample lasts at least so long: 10^4 times the clock's step
 _SAMPLES = 3
 _SETTLE_LIBRARY, _SETTLE_PYTHON = 0.002, 0.03  # OpenBLAS threads spin for about 27 ms after work
 _STREAMED_SHARE = 0.25  # of the last-level cache: inputs larger than this come from memory in use
-_MOST_COPIES = 8
+_SPAN = 4  # consecutive calls read inputs of this many last-level caches before any comes again
 _COPY_SECONDS = 60.0
 
 
@@ -46,6 +46,7 @@ class _State:
     detail: str = "not reached"
     seconds: float | None = None
     error: float | None = None
+    share: float | None = None
     repeatable: bool | None = None
     runner: Runner | None = None
 
@@ -115,7 +116,6 @@ class _Tuning:
         self.targets, self.threads, self.seed, self.progress = targets, threads, seed, progress
         self.states = [_State(i.name) for i in items] + [_State(c.name) for c in contenders]
         self.copies, self.cache_state, self.scale = 1, "resident", 1.0
-        self.allowed: float | None = None
         self.known: set[int] = set()  # contenders that the present worker of the race has
         self.generation = 0  # of that worker
         self.after_python = False
@@ -125,15 +125,14 @@ class _Tuning:
         start = time.monotonic()
         interrupted = False
         try:
-            right = reference(self.program, self.seed)
-            self.scale, self.allowed = right.scale, max(right.allowed)
-            if right.scale < 1:
-                self.notes.append(
-                    f"inputs have deviation {right.scale:g}: "
-                    "at 1 the program overflows in its own dtypes"
-                )
             scratch = max((i.scratch_bytes for i in self.items), default=0)
-            with Bench(self.program, right, self.threads, limit, scratch) as bench:
+            with Bench(self.program, self.seed, self.threads, limit, scratch) as bench:
+                self.scale = bench.inputs.scale
+                if self.scale < 1:
+                    self.notes.append(
+                        f"inputs have deviation {self.scale:g}: "
+                        "at 1 the program overflows in its own dtypes"
+                    )
                 begin = time.monotonic()
                 self._check_all(bench, begin + _CHECK_SHARE * budget)
                 self._race(bench, begin, budget)
@@ -171,8 +170,8 @@ class _Tuning:
             state.fell(Status.UNLOADABLE, why or f"there is no file {item.library}")
             return
         first: list[np.ndarray] = []
-        worst, times = 0.0, []
-        for turn, which in enumerate(_ORDER):
+        times: list[float] = []
+        for turn, which in enumerate((*range(bench.inputs.sets), 0)):
             try:
                 got, seconds = self._checked_call(bench, key, item, turn, which)
             except Fallen as e:
@@ -187,15 +186,16 @@ class _Tuning:
                     text = f"right in a fresh process, but on call {turn + 1}: {got.detail}"
                     got = Judgement(Status.STALE, text, got.error)
                 state.fell(got.status, got.detail)
-                state.error = got.error
+                state.error, state.share = got.error, got.share
                 return
-            worst = max(worst, got.error)
+            state.error = max(state.error or 0.0, got.error)
+            state.share = max(state.share or 0.0, got.share)
             times.append(seconds)
             if turn == 0:
                 first = [r.data.copy() for r in bench.outs]
         same = all(np.array_equal(a, r.data) for a, r in zip(first, bench.outs, strict=True))
         state.status, state.detail = Status.OK, ""
-        state.error, state.seconds, state.repeatable = worst, min(times), same
+        state.seconds, state.repeatable = min(times), same
 
     def _checked_call(
         self, bench: Bench, key: int, item: TuneItem, turn: int, which: int
@@ -264,9 +264,10 @@ class _Tuning:
             return
         self.cache_state = "streamed"
         room = int(psutil.virtual_memory().available // 4 // size)
-        self.copies = max(1, min(max(2, 1 + -(-2 * cache // size)), _MOST_COPIES, room))
-        if self.copies == 1:
-            self.notes.append("memory allows only one copy of the inputs: it may stay in cache")
+        wanted = -(-_SPAN * cache // size)
+        self.copies = max(1, min(wanted, room))
+        if self.copies < wanted:
+            self.notes.append("memory is short of copies of the inputs: parts may stay in cache")
 
     def _equip(self, bench: Bench, key: int) -> None:
         """Tell the worker what it needs to time `key`.
@@ -277,7 +278,7 @@ class _Tuning:
         if bench.child.generation != self.generation:
             self.known, self.generation = set(), bench.child.generation
             for copy in range(self.copies):
-                bench.put(copy % SETS)
+                bench.put(copy % bench.inputs.sets)
                 bench.child.ask(_COPY_SECONDS, "snapshot")
         if key in self.known:
             return
@@ -300,8 +301,8 @@ class _Tuning:
             status = Status.UNLOADABLE if e.status is Status.REFUSED else e.status
             state.fell(status, e.detail)
             return
-        state.status, state.detail, state.error = Status.OK, "", 0.0
-        for copy in range(min(self.copies, SETS)):
+        state.status, state.detail = Status.OK, ""
+        for copy in range(min(self.copies, bench.inputs.sets)):
             self._show(bench, key, copy, limit)
 
     def _show(self, bench: Bench, key: int, copy: int, limit: float) -> None:
@@ -319,8 +320,9 @@ class _Tuning:
         if answer["code"]:
             state.fell(Status.REFUSED, f"it returned {answer['code']}")
             return
-        got = bench.judged(copy % SETS, copy)
+        got = bench.judged(copy % bench.inputs.sets, copy)
         state.error = max(state.error or 0.0, got.error)
+        state.share = max(state.share or 0.0, got.share)
         if got.status is not Status.OK:
             state.fell(got.status, got.detail)
 
@@ -418,7 +420,7 @@ class _Tuning:
             seconds=runner.score if runner is not None else state.seconds,
             spread=quartile_range(values) if values else None, low=low, high=high,
             rounds=len(values), calls=runner.calls if runner is not None else 0,
-            error=state.error, allowed=self.allowed, repeatable=state.repeatable,
+            error=state.error, share=state.share, repeatable=state.repeatable,
         )  # fmt: skip
 
 

@@ -121,7 +121,8 @@ class Measured:
         low, high: 95% confidence interval of the median (order statistics), seconds.
         rounds, calls: rounds it took part in, and timed calls in them. 0 rounds: `seconds` comes
             from the check.
-        error, allowed: worst error found and what was allowed, both in units of the tolerance.
+        error: worst error found, in units of the dtype's tolerance.
+        share: worst error as a share of what is allowed at its element; at most 1 is right.
         repeatable: the same inputs gave the same bits twice.
     """
 
@@ -135,7 +136,7 @@ class Measured:
     rounds: int = 0
     calls: int = 0
     error: float | None = None
-    allowed: float | None = None
+    share: float | None = None
     repeatable: bool | None = None
 
     def to_json(self) -> dict[str, Any]:

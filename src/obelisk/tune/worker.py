@@ -24,25 +24,18 @@ from typing import Any
 
 import numpy as np
 
+from obelisk.build.library import ENTRY, aligned_bytes
 from obelisk.ir.dtype import parse_dtype
-from obelisk.tune.judge import TensorSpec
+from obelisk.tune.inputs import TensorSpec
 from obelisk.tune.regions import RegionSpec, attach
 from obelisk.tune.types import Setup
 
 _PDEATHSIG = 1  # linux/prctl.h
-_ALIGN = 64
 Call = Callable[[], Any]
 
 
 class Refused(Exception):
     """A call that answered with an error of its own: text for the report."""
-
-
-def aligned(nbytes: int) -> np.ndarray:
-    """Ordinary memory as bytes, 64-byte aligned."""
-    raw = np.empty(nbytes + _ALIGN, dtype=np.uint8)
-    start = -raw.ctypes.data % _ALIGN
-    return raw[start : start + nbytes]
 
 
 def pointers(arrays: Sequence[np.ndarray]) -> Any:
@@ -73,15 +66,15 @@ class Worker:
         self.libraries: dict[int, Any] = {}
         self.baselines: dict[int, list[Call]] = {}
         self.copies: list[list[np.ndarray]] = []
-        self.private_out = [aligned(s.nbytes) for s in self.outputs]
-        self.private_scratch = aligned(hello["scratch_region"][1])
+        self.private_out = [aligned_bytes(s.nbytes) for s in self.outputs]
+        self.private_scratch = aligned_bytes(hello["scratch_region"][1])
         self.turnstile = 0  # the copy the next timed call reads, whoever makes it
         self.keep: list[Any] = []
 
     def do_load(self, key: int, path: str) -> dict[str, Any]:
         """Load a library."""
         try:
-            run = ctypes.CDLL(path).obelisk_run
+            run = getattr(ctypes.CDLL(path), ENTRY)
         except (OSError, AttributeError) as e:
             raise Refused(str(e)) from e
         run.restype = ctypes.c_int
@@ -100,7 +93,7 @@ class Worker:
         """Add a private copy of what the shared inputs hold now."""
         self.copies.append([])
         for shared in self.shared_in:
-            own = aligned(shared.size)
+            own = aligned_bytes(shared.size)
             own[:] = shared
             self.copies[-1].append(own)
         return {}

@@ -1,0 +1,242 @@
+"""The judge: right is right, wrong is wrong, in every dtype, layout and magnitude.
+
+Proves R44's yardstick (an ill-conditioned program passes its own rewrites and no other formula),
+the detection of unwritten elements by fill, and that input sets differ, repeat and come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from obelisk.ir import DType, Graph, KernelGraph, Precision, run
+from obelisk.tune.inputs import Inputs, TensorSpec, input_specs
+from obelisk.tune.judge import Reference, compare, fill, judge, reference
+from obelisk.tune.types import Status
+
+FLOATS = [DType.F64, DType.F32, DType.F16, DType.BF16, DType.F8E4M3]
+
+
+def affine(dtype: DType | str, shape: tuple[int, ...] = (7, 33)) -> Graph:
+    """y = 2 x."""
+    g = KernelGraph("affine")
+    x = g.input(shape, dtype, name="x")
+    g.output(x + x, name="y")
+    return g.freeze()
+
+
+def raw(outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Output arrays as the bytes that a kernel would leave."""
+    return [np.ascontiguousarray(o).reshape(-1).view(np.uint8) for o in outputs]
+
+
+def right_of(program: Graph) -> tuple[Inputs, Reference]:
+    """The sets of a program and the right answers."""
+    inputs = Inputs(program, 0)
+    return inputs, reference(program, inputs)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, DType.I32, DType.I8])
+def test_own_results_pass_and_unwritten_elements_show(dtype: DType) -> None:
+    """In every dtype: all written passes; one element left at the fill is incomplete."""
+    program = affine(dtype)
+    inputs, right = right_of(program)
+    for k in range(inputs.sets):
+        outputs = run(program, inputs.select(k), Precision.WORKING)
+        assert judge(raw(outputs), program, right, k, k).status is Status.OK
+        holed = raw(outputs)[0].copy().reshape(-1, dtype.numpy.itemsize)
+        holed[100] = fill(dtype, k)
+        got = judge([holed.reshape(-1)], program, right, k, k)
+        assert got.status is Status.INCOMPLETE
+        assert "1 of 231 elements" in got.detail
+        assert "(3, 1)" in got.detail
+
+
+def test_a_right_integer_that_equals_the_fill_passes() -> None:
+    """Only floats have a value that no program computes."""
+    g = KernelGraph("ints")
+    x = g.input((4,), "i8", name="x")
+    g.output(g.mul(x, 0.0) + g.cast(g.const(0x5A), "i8"))
+    program = g.freeze()
+    inputs, right = right_of(program)
+    outputs = run(program, inputs.select(0), Precision.WORKING)
+    assert outputs[0].tolist() == [0x5A] * 4
+    assert fill(DType.I8, 1).tolist() == [0x5A]
+    assert judge(raw(outputs), program, right, 0, 1).status is Status.OK
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_fills_are_nan_and_differ_from_computed_nan(dtype: DType) -> None:
+    """The payload tells ours from the machine's (e4m3 has but one)."""
+    ours = np.repeat(fill(dtype, 2), 1).view(dtype.numpy)[0]
+    assert np.isnan(float(ours))
+    computed = np.array(np.nan, dtype=np.float64).astype(dtype.numpy).reshape(1).view(np.uint8)
+    if dtype is not DType.F8E4M3:
+        assert fill(dtype, 2).tolist() != computed.tolist()
+        assert fill(dtype, 2).tolist() != fill(dtype, 3).tolist()
+
+
+def ill(eps: float = 1e-6, centred: bool = True) -> Graph:
+    """R44: 1 / (|layer_norm(x)| + eps), whose values reach thousands."""
+    g = KernelGraph("ill")
+    x = g.input((64, 128), "f32", name="x")
+    mean = g.mean(x)
+    y = g.sub(x, mean) if centred else x
+    var = g.mean(g.square(g.sub(x, mean)))
+    norm = g.div(y, g.sqrt(g.add(var, 1e-5)))
+    g.output(g.div(1.0, g.add(g.abs(norm), eps)))
+    return g.freeze()
+
+
+def rewritten() -> Graph:
+    """The same with the variance as mean of squares minus squared mean, and 1/x by rsqrt."""
+    g = KernelGraph("rewritten")
+    x = g.input((64, 128), "f32", name="x")
+    mean = g.mean(x)
+    var = g.sub(g.mean(g.square(x)), g.square(mean))
+    norm = g.mul(g.sub(x, mean), g.rsqrt(g.add(var, 1e-5)))
+    g.output(g.div(1.0, g.add(g.abs(norm), 1e-6)))
+    return g.freeze()
+
+
+@pytest.mark.parametrize(
+    ("candidate", "status"),
+    [
+        (ill(), Status.OK),
+        (rewritten(), Status.OK),
+        (ill(eps=1e-5), Status.WRONG),
+        (ill(centred=False), Status.WRONG),
+    ],
+)
+def test_an_ill_conditioned_program(candidate: Graph, status: Status) -> None:
+    """R44: equal formulas pass, another eps or a missing mean does not."""
+    program = ill()
+    inputs, right = right_of(program)
+    found = [
+        judge(raw(run(candidate, inputs.select(k), Precision.WORKING)), program, right, k, 0).status
+        for k in range(inputs.sets)
+    ]
+    assert (Status.OK if all(s is Status.OK for s in found) else Status.WRONG) is status
+
+
+def exponential() -> Graph:
+    """exp(x a) b: magnitudes differ by many powers of ten from row to row."""
+    g = KernelGraph("exponential")
+    x, a, b = g.input((16, 600)), g.input((600, 80)), g.input((80, 96))
+    g.output(g.matmul(g.exp(g.matmul(x, a)), b))
+    return g.freeze()
+
+
+def test_rows_of_other_magnitude_are_each_held_to_their_own() -> None:
+    """A one per cent error in the smallest row is found although other rows err by more."""
+    program = exponential()
+    inputs, right = right_of(program)
+    got = run(program, inputs.select(0), Precision.WORKING)[0]
+    exact = right.expected[0][0]
+    size = np.abs(exact).max(axis=1)
+    assert size.max() / size.min() > 1e6
+    assert judge(raw([got]), program, right, 0, 0).status is Status.OK
+    bad = got.copy()
+    bad[size.argmin()] *= 1.01
+    assert np.abs(bad - exact)[size.argmin()].max() < np.abs(got - exact).max()
+    assert judge(raw([bad]), program, right, 0, 0).status is Status.WRONG
+
+
+def test_sums_taken_term_by_term_pass() -> None:
+    """The plainest loop over 4096 products is right, though BLAS errs far less."""
+    g = KernelGraph("long")
+    x, w = g.input((8, 4096)), g.input((4096, 256))
+    g.output(g.matmul(x, w))
+    program = g.freeze()
+    inputs, right = right_of(program)
+    for k in range(inputs.sets):
+        a, b = inputs.select(k)
+        out = np.zeros((8, 256), np.float32)
+        for t in range(4096):
+            out += a[:, t : t + 1] * b[t : t + 1]
+        assert judge(raw([out]), program, right, k, 0).status is Status.OK
+        short = out - a[:, 4095:] * b[4095:]
+        assert judge(raw([short]), program, right, k, 0).status is Status.WRONG
+
+
+def test_a_nan_where_the_reference_is_finite_is_wrong() -> None:
+    """Whatever the tolerance."""
+    program = affine("f32")
+    inputs, right = right_of(program)
+    got = run(program, inputs.select(0), Precision.WORKING)[0]
+    for bad in (np.nan, np.inf):
+        broken = got.copy()
+        broken[2, 5] = bad
+        found = judge(raw([broken]), program, right, 0, 0)
+        assert found.status is Status.WRONG
+        assert found.share == np.inf
+        assert "(2, 5)" in found.detail
+
+
+def test_a_program_that_overflows_gets_smaller_inputs() -> None:
+    """exp of a product in f16: the scale goes down until the program has an answer."""
+    g = KernelGraph("hot")
+    x, w = g.input((8, 64), "f16"), g.input((64, 32), "f16")
+    g.output(g.exp(g.matmul(x, w)))
+    program = g.freeze()
+    inputs, right = right_of(program)
+    assert inputs.scale in (0.5, 0.25)
+    assert all(m is None for row in right.judged for m in row)
+
+
+def test_elements_without_an_answer_are_not_judged() -> None:
+    """log of negative numbers: NaN in the program itself; its other elements still count."""
+    g = KernelGraph("log")
+    g.output(g.log(g.input((8, 64), "f32")))
+    program = g.freeze()
+    inputs, right = right_of(program)
+    got = run(program, inputs.select(0), Precision.WORKING)[0]
+    assert np.isnan(got).any()
+    assert judge(raw([got]), program, right, 0, 0).status is Status.OK
+    got[np.unravel_index(np.nanargmax(got), got.shape)] += 0.01
+    assert judge(raw([got]), program, right, 0, 0).status is Status.WRONG
+
+
+def test_compare_is_the_reports_measure() -> None:
+    """max |got - ref| / (atol + rtol |ref|), f32: 1e-5 and 1e-4."""
+    node = affine("f32", (2,)).outputs[0]
+    found = compare(np.array([1.0, 2.001], np.float32), np.array([1.0, 2.0]), node)
+    assert found.error == pytest.approx(1e-3 / (1e-5 + 2e-4), rel=1e-3)
+    assert found.worst == (1,)
+
+
+@pytest.mark.parametrize("size", [1000, 6_000_000])
+def test_sets_differ_repeat_and_come_back(size: int) -> None:
+    """Small inputs differ wholly, large ones in a window; a seed gives the same bytes again."""
+    program = affine("f32", (size,))
+    one, two = Inputs(program, 5), Inputs(program, 5)
+    first = one.select(0)[0].copy()
+    np.testing.assert_array_equal(first, two.arrays[0])
+    assert abs(float(first.std()) - 1) < 0.1
+    for k in (1, 2):
+        changed = (one.select(k)[0] != first).sum()
+        assert changed > min(size, 1 << 20) * 0.99
+    np.testing.assert_array_equal(one.select(0)[0], first)
+    assert not np.array_equal(Inputs(program, 6).arrays[0], first)
+
+
+def test_strided_inputs_lie_as_declared() -> None:
+    """Element (i, j) is where the strides say; the gaps are NaN, so reading one shows."""
+    g = KernelGraph("strided")
+    x = g.input((5, 6), "f32", name="x", strides=(1, 8))
+    g.output(g.exp(x))
+    program = g.freeze()
+    (spec,) = input_specs(program)
+    assert spec.nbytes == (4 + 5 * 8 + 1) * 4
+    buffer = np.empty(spec.nbytes, np.uint8)
+    inputs = Inputs(program, 0, [buffer])
+    flat = buffer.view(np.float32)
+    for k in (0, 1, 0):
+        x_k = inputs.select(k)[0]
+        for i in range(5):
+            for j in range(6):
+                assert flat[i + 8 * j] == x_k[i, j]
+    assert np.isnan(flat[5])
+    assert TensorSpec((5, 6), DType.F32).nbytes == 120
