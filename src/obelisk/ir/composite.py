@@ -97,8 +97,7 @@ def causal_mask(rows: int, cols: int) -> Node:
     """bool (rows, cols): True where row r may see column c, the last row seeing all (r - rows >= c
     - cols).
     """
-    return b.less(b.add(b.iota((1, cols), 1), b.cast(b.const(float(rows - cols)), "i32")),
-                  b.add(b.iota((rows, 1), 0), b.cast(b.const(1.0), "i32")))  # fmt: skip
+    return b.less(b.iota((1, cols), 1), b.add(b.iota((rows, 1), 0), float(cols - rows + 1)))
 
 
 def attention(q: Node, k: Node, v: Node, scale: float | None = None, causal: bool = False) -> Node:

@@ -1,0 +1,215 @@
+"""Cutting a program into segments by dynamic programming, evaluated lazily.
+
+Operators are put in one topological order; a segment is an interval of it. The cheapest cover is a shortest path over
+the positions. Searching every interval would be wasteful, so the path is first computed with lower bounds (the
+roofline of each interval), the intervals on it are searched, and this repeats until a path with no bound left is the
+shortest: it is then the optimum over intervals. At any moment the best path of searched intervals is an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from obelisk.ir import Graph, Node, Op
+from obelisk.ir.graph import VIEWS
+from obelisk.ir.node import make, topological
+from obelisk.machine import Machine, estimate, roofline
+from obelisk.search.axes import Segment, make_segment
+from obelisk.search.sizes import Instance, standalone
+
+_FREE = frozenset({Op.INPUT, Op.CONST, Op.SIZE, Op.IOTA})
+
+
+@dataclass
+class Interval:
+    """Operators i..j-1 of the order as one kernel (or a kernel and its combining kernel).
+
+    Attributes:
+        segment: what is searched, or None where it must stay a single predefined operator or a view.
+        bound: seconds that it takes at least.
+        instances: ranked results once searched (None before).
+        seconds: cost of the best choice once known.
+    """
+
+    nodes: tuple[Node, ...]
+    segment: Segment | None
+    bound: float
+    instances: list[Instance] | None = None
+    seconds: float | None = None
+
+    @property
+    def value(self) -> float:
+        """The known cost, else the bound."""
+        return self.bound if self.seconds is None else self.seconds
+
+
+@dataclass
+class Cover:
+    """A program as a path of intervals."""
+
+    intervals: tuple[Interval, ...]
+    seconds: float
+    exact: bool = field(default=False)
+
+
+class Partition:
+    """Lazy dynamic programming over intervals of a program's operators."""
+
+    def __init__(self, graph: Graph, machine: Machine, window: int) -> None:
+        self.graph, self.machine, self.window = graph, machine, window
+        self.order = [
+            n for n in topological(graph.outputs) if n.op not in _FREE and not self._is_free_view(n)
+        ]
+        self.position = {n: i for i, n in enumerate(self.order)}
+        self._intervals: dict[tuple[int, int], Interval | None] = {}
+        self._primitive = {n: self._primitive_seconds(n) for n in self.order}
+        # The last position at which each value is still read.
+        self._last: dict[Node, int] = {}
+        for n in topological(graph.outputs):
+            at = self._reader(n)
+            for i in n.inputs:
+                self._last[i] = max(self._last.get(i, -1), at)
+        for o in graph.outputs:
+            self._last[o] = len(self.order)
+        self._views_inherit()
+
+    def _is_free_view(self, node: Node) -> bool:
+        """A view of an input costs nothing and never needs a kernel."""
+        while node.op in VIEWS:
+            node = node.inputs[0]
+        return node.op in (Op.INPUT, Op.CONST, Op.IOTA)
+
+    def _reader(self, node: Node) -> int:
+        return self.position.get(node, -1)
+
+    def _views_inherit(self) -> None:
+        for n in reversed(topological(self.graph.outputs)):
+            if n.op in VIEWS:
+                base = n.inputs[0]
+                self._last[base] = max(self._last.get(base, -1), self._last.get(n, -1))
+
+    def _primitive_seconds(self, node: Node) -> float:
+        if node.op in VIEWS:
+            return 0.0
+        return estimate(standalone_node(node), self.machine).seconds
+
+    def interval(self, i: int, j: int) -> Interval | None:
+        """The interval i..j-1, or None if it cannot be one kernel."""
+        if (i, j) not in self._intervals:
+            self._intervals[(i, j)] = self._make(i, j)
+        return self._intervals[(i, j)]
+
+    def _make(self, i: int, j: int) -> Interval | None:
+        nodes = tuple(self.order[i:j])
+        if j - i == 1 and nodes[0].op in VIEWS:
+            return Interval(nodes, None, 0.0, [], 0.0)
+        targets = [n for n in nodes if self._last.get(n, -1) >= j]
+        before = set(self.order[:i])
+        leaves = [
+            n
+            for n in topological(self.graph.outputs)
+            if n.op is Op.INPUT or n in before or (n.op in VIEWS and self._is_leaf_view(n, before))
+        ]
+        segment = make_segment(targets, leaves) if targets else "nothing is used"
+        if isinstance(segment, str):
+            if j - i == 1:
+                return Interval(
+                    nodes, None, self._primitive[nodes[0]], [], self._primitive[nodes[0]]
+                )
+            return None
+        bound = roofline(standalone(segment, segment.targets), self.machine)
+        return Interval(nodes, segment, bound)
+
+    def _is_leaf_view(self, node: Node, before: set[Node]) -> bool:
+        while node.op in VIEWS:
+            node = node.inputs[0]
+        return node.op is Op.INPUT or node in before
+
+    def settle(self, interval: Interval, instances: Sequence[Instance]) -> None:
+        """Record what the search of an interval found (best first)."""
+        interval.instances = list(instances)
+        best = instances[0].cost.seconds if instances else inf
+        if len(interval.nodes) == 1:
+            best = min(best, self._primitive[interval.nodes[0]])
+        interval.seconds = best
+
+    def shortest(
+        self, known_only: bool, banned: frozenset[tuple[int, int]] = frozenset()
+    ) -> Cover | None:
+        """The cheapest path; with `known_only` over searched intervals and single operators."""
+        n = len(self.order)
+        best: list[float] = [0.0] + [inf] * n
+        back: list[Interval | None] = [None] * (n + 1)
+        start = [0] * (n + 1)
+        for j in range(1, n + 1):
+            for i in range(max(0, j - self.window), j):
+                if best[i] == inf or (i, j) in banned:
+                    continue
+                got = self.interval(i, j)
+                if got is None:
+                    continue
+                value = got.value
+                if known_only and got.seconds is None:
+                    if j - i > 1:
+                        continue
+                    value = self._primitive[got.nodes[0]]
+                if best[i] + value < best[j]:
+                    best[j], back[j], start[j] = best[i] + value, got, i
+        if best[n] == inf:
+            return None
+        path: list[Interval] = []
+        j = n
+        while j > 0:
+            step = back[j]
+            assert step is not None
+            path.append(step)
+            j = start[j]
+        path.reverse()
+        return Cover(tuple(path), best[n], all(p.seconds is not None for p in path))
+
+    def solve(
+        self, search: Callable[[Interval], Sequence[Instance]], stop: Callable[[], bool]
+    ) -> None:
+        """Search intervals until the shortest path has no unsearched interval, or `stop` says so."""
+        while not stop():
+            cover = self.shortest(known_only=False)
+            if cover is None:
+                return
+            todo = [p for p in cover.intervals if p.seconds is None]
+            if not todo:
+                return
+            for interval in todo:
+                if stop():
+                    return
+                self.settle(interval, search(interval))
+
+    def assemble(
+        self, cover: Cover, choice: Callable[[Interval], Instance | None]
+    ) -> tuple[Node, ...]:
+        """The program's outputs with each interval replaced by the chosen instance (None: its own operators)."""
+        replaced: dict[Node, Node] = {}
+        for interval in cover.intervals:
+            instance = choice(interval)
+            if instance is None or interval.segment is None:
+                for n in interval.nodes:
+                    replaced[n] = _rebuild(n, replaced)
+            else:
+                for target, result in zip(interval.segment.targets, instance.results, strict=True):
+                    replaced[target] = _rebuild(result, replaced)
+        return tuple(_rebuild(o, replaced) for o in self.graph.outputs)
+
+
+def standalone_node(node: Node) -> Graph:
+    """One operator as a graph, for the cost model."""
+    return Graph(node.inputs, (node,), ("",) * len(node.inputs), ("",))
+
+
+def _rebuild(node: Node, replaced: dict[Node, Node]) -> Node:
+    """`node` over the replacements of what it reads."""
+    for n in topological([node]):
+        if n not in replaced:
+            inputs = tuple(replaced[i] for i in n.inputs)
+            replaced[n] = n if inputs == n.inputs else make(n.op, inputs, n.attrs)
+    return replaced[node]

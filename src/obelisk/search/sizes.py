@@ -1,0 +1,161 @@
+"""Choosing sizes for a skeleton by the cost model: coordinate descent over blocks, loop counts and splits.
+
+Choices come from the program's extents and the machine (cores, vector width), never from a list of shapes: tile
+extents that are powers of two or the whole axis, and block counts that fill the cores once or a few times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from obelisk.base.errors import UserError
+from obelisk.ir import BlockGraph, Graph, Node, Op
+from obelisk.ir.block import ceil_div
+from obelisk.machine import Cost, Machine, capacity, estimate
+from obelisk.search.axes import Axis, Segment
+from obelisk.search.skeleton import Sizes, Skeleton, instantiate
+
+GRID_AXES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A skeleton with sizes, what it computes, and what the cost model says of it alone."""
+
+    skeleton: Skeleton
+    sizes: Sizes
+    results: tuple[Node, ...]
+    cost: Cost
+
+
+@dataclass(slots=True)
+class SizeCounts:
+    """How many size assignments were tried, and why some were dropped."""
+
+    tried: int = 0
+    malformed: int = 0
+    too_big: int = 0
+
+
+def part_choices(extent: int, machine: Machine) -> list[int]:
+    """Numbers of parts worth trying for an axis: tiles of a power of two, and multiples of the core count."""
+    tiles = {1 << i for i in range(extent.bit_length())} | {extent}
+    parts = {ceil_div(extent, t) for t in tiles}
+    for waves in (1, 2, 4):
+        if machine.cores * waves <= extent:
+            parts.add(machine.cores * waves)
+    # Where the tile decides the number of parts, fewer parts give the same tile: keep the smallest.
+    return sorted({ceil_div(extent, ceil_div(extent, p)) for p in parts})
+
+
+def standalone(segment: Segment, results: Sequence[Node]) -> Graph:
+    """A segment's kernels as a graph for the cost model (inputs are whatever tensors the segment reads)."""
+    return Graph(segment.leaves, tuple(results), ("",) * len(segment.leaves), ("",) * len(results))
+
+
+class Sizer:
+    """Finds good sizes for one skeleton on one machine."""
+
+    def __init__(
+        self, skeleton: Skeleton, segment: Segment, machine: Machine, stop: Callable[[], bool]
+    ) -> None:
+        self.skeleton, self.segment, self.machine, self.stop = skeleton, segment, machine, stop
+        self.counts = SizeCounts()
+        self.known: dict[Sizes, Instance | None] = {}
+
+    def evaluate(self, sizes: Sizes) -> Instance | None:
+        """Build and cost one assignment; None where it is malformed or does not fit the machine."""
+        if sizes in self.known:
+            return self.known[sizes]
+        self.counts.tried += 1
+        self.known[sizes] = None
+        try:
+            results = instantiate(self.skeleton, self.segment, sizes)
+        except UserError:
+            self.counts.malformed += 1
+            return None
+        for node in results:
+            for block in _blocks(node):
+                if capacity(block, self.machine) is not None:
+                    self.counts.too_big += 1
+                    return None
+        cost = estimate(standalone(self.segment, results), self.machine)
+        found = Instance(self.skeleton, sizes, tuple(results), cost)
+        self.known[sizes] = found
+        return found
+
+    def starts(self) -> Iterator[Sizes]:
+        """Starting points: every axis whole, coarse tiles, fine tiles."""
+        extents = self.segment.extents
+        loop, split = self.skeleton.schedule.loop, self.skeleton.schedule.split
+        axes, second = self.skeleton.grid_axes(), self.skeleton.combine_axes()
+        for tile in (32, 8, 128, 1):
+            parts = self._limit([(a, ceil_div(extents[a], min(tile, extents[a]))) for a in axes])
+            combine = self._limit(
+                [(a, ceil_div(extents[a], min(8 * tile, extents[a]))) for a in second]
+            )
+            loops = 1 if loop is None else max(2, ceil_div(extents[loop], 64))
+            splits = 1 if split is None else min(extents[split], max(2, self.machine.cores))
+            yield Sizes(parts, min(loops, 1 if loop is None else extents[loop]), splits, combine)
+
+    def _limit(self, parts: list[tuple[Axis, int]]) -> tuple[tuple[Axis, int], ...]:
+        """At most three cut axes (two beside a split): the ones with most parts stay."""
+        room = GRID_AXES - (self.skeleton.schedule.split is not None)
+        keep = {a for a, _ in sorted(parts, key=lambda p: -p[1])[:room]}
+        return tuple((a, n if a in keep else 1) for a, n in parts)
+
+    def moves(self, sizes: Sizes) -> Iterator[Sizes]:
+        """Assignments that differ in one coordinate."""
+        extents, machine = self.segment.extents, self.machine
+        loop, split = self.skeleton.schedule.loop, self.skeleton.schedule.split
+        room = GRID_AXES - (split is not None)
+        parts = dict(sizes.parts)
+        for axis in parts:
+            for n in part_choices(extents[axis], machine):
+                changed = {**parts, axis: n}
+                if sum(v > 1 for v in changed.values()) <= room:
+                    yield replace(sizes, parts=tuple(changed.items()))
+        if loop is not None:
+            cut = parts.get(loop, 1) * (sizes.split if loop == split else 1)
+            for n in part_choices(max(2, ceil_div(extents[loop], cut)), machine):
+                if n > 1:
+                    yield replace(sizes, loop=n)
+        if split is not None:
+            for n in part_choices(extents[split], machine):
+                if 1 < n <= 4 * machine.cores:
+                    yield replace(sizes, split=n)
+        combine = dict(sizes.combine)
+        for axis in combine:
+            for n in part_choices(extents[axis], machine):
+                changed = {**combine, axis: n}
+                if sum(v > 1 for v in changed.values()) <= GRID_AXES:
+                    yield replace(sizes, combine=tuple(changed.items()))
+
+    def best(self, keep: int) -> list[Instance]:
+        """The cheapest assignments found by descent from each start, cheapest first."""
+        for start in self.starts():
+            here = self.evaluate(start)
+            improved = True
+            while improved and not self.stop():
+                improved = False
+                for move in self.moves(here.sizes if here else start):
+                    there = self.evaluate(move)
+                    if there and (here is None or there.cost.seconds < here.cost.seconds * 0.999):
+                        here, improved = there, True
+            if self.stop():
+                break
+        found = [i for i in self.known.values() if i is not None]
+        found.sort(key=lambda i: (i.cost.seconds, repr(i.sizes)))
+        return found[:keep]
+
+
+def _blocks(node: Node) -> list[BlockGraph]:
+    out: list[BlockGraph] = []
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n.op is Op.BLOCK:
+            out.append(n.attrs.block)
+            stack.extend(i for i in n.inputs if i.op is Op.BLOCK)
+    return out

@@ -1,0 +1,88 @@
+"""What a search is asked for and what it answers: spaces, budgets, candidates and counts, all frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from obelisk.ir import Graph
+from obelisk.machine import Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The declared space.
+
+    Attributes:
+        block_ops: most operators in one block graph (loads and stores not counted).
+        grid_axes: most grid axes of a kernel.
+        window: most program operators that one kernel may cover.
+        online_softmax: offer running maxima where the program exponentiates.
+        split_reductions: offer grids that split a reduced axis, with a second kernel that combines.
+        values: most values kept in the bank of one skeleton.
+        keep: most candidates returned, the input graph included.
+    """
+
+    block_ops: int = 24
+    grid_axes: int = 3
+    window: int = 16
+    online_softmax: bool = True
+    split_reductions: bool = True
+    values: int = 600
+    keep: int = 12
+
+    @property
+    def key(self) -> str:
+        """A stable text of every field (part of cache keys)."""
+        return repr(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits of one search: wall seconds, states (values tried) and resident memory in bytes."""
+
+    seconds: float = 60.0
+    states: int = 50_000_000
+    memory: int = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A graph that the search believes equals the program, its predicted cost, and how it was found."""
+
+    graph: Graph
+    cost: Cost
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class SearchStats:
+    """The account of a search.
+
+    Attributes:
+        seconds: wall time.
+        states: values tried at block level.
+        pruned: values dropped, by rule.
+        bank_hits: values that equal one already in the bank.
+        skeletons: schedules (grid and loop choices over axes) in which a kernel was found.
+        segments: program segments searched.
+        instances: skeletons with sizes chosen and costed.
+        stopped: why it ended ("exhausted", "time", "states", "memory", "interrupted").
+    """
+
+    seconds: float = 0.0
+    states: int = 0
+    pruned: Mapping[str, int] = field(default_factory=dict)
+    bank_hits: int = 0
+    skeletons: int = 0
+    segments: int = 0
+    instances: int = 0
+    stopped: str = "exhausted"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """Candidates, best predicted first after the input graph (always number 0), and the account."""
+
+    candidates: tuple[Candidate, ...]
+    stats: SearchStats

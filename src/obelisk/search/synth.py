@@ -1,0 +1,859 @@
+"""Bottom-up synthesis of one kernel for one schedule: the bank of values and the best derivation of the targets.
+
+A *schedule* says which axes the grid cuts and which one the loop cuts. Under a schedule a block-level value is a
+tile whose dims are axes, known at a phase (before, in, or after the loop). Values are combined cheapest first; one is
+kept if its normal form can still become part of a target (`terms.Goal`), if it obeys the loop's rules, and if no
+equal value (by normal form, then by fingerprint over two prime fields) is in the bank at no more cost. Because the
+rules bound every exponent and every sum, the closure is finite: when the queue empties, the space of this schedule
+is exhausted within the value limit.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from obelisk.ir import Node, Op
+from obelisk.search import field as F
+from obelisk.search.axes import Axis, Dims, Segment, reduced_axis
+from obelisk.search.terms import Goal, Poly, Terms
+
+TINY = 4  # extent of every axis in the bank; a cut axis has 2 parts
+LEAD = 2  # leading array axes of a tile: blocks along the split axis, iterations of the loop
+LOOP_AT = 1
+COMBINED = -10  # `peak` of a value whose blocks were brought to one maximum
+
+
+class Stage(enum.IntEnum):
+    """When a value exists: before or in every iteration, in the loop, after it, in the second kernel."""
+
+    INVARIANT = 0
+    LOOP = 1
+    POST = 2
+    COMBINE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The axis that the loop cuts, and the inner axis that the grid splits (a second kernel combines its parts).
+
+    Grid axes over axes of the targets need no mention: cutting those changes no derivation, only sizes.
+    """
+
+    loop: Axis | None
+    split: Axis | None = None
+
+
+@dataclass(slots=True)
+class Value:
+    """One entry of the bank.
+
+    Attributes:
+        step: operator name and operand value ids (leaves: the leaf's number).
+        dims: axis of each tile dim (None: extent 1).
+        partial: a sum or maximum over this iteration's tile only ("sum", "max"), to be closed by an accumulator.
+        peak: id of the running maximum that it was shifted by, or -1.
+        open: "sum" or "max" if blocks along the split axis still have to be combined.
+        mask: bit set of the steps it needs; `cost` is their total weight.
+    """
+
+    id: int
+    step: tuple[Any, ...]
+    dims: Dims
+    phase: Stage
+    partial: str
+    peak: int
+    open: str
+    poly: Poly
+    data: F.Pair
+    mask: int
+    cost: float
+    gauge: bool = False
+
+
+@dataclass
+class Counts:
+    """What happened, by rule."""
+
+    states: int = 0
+    bank_hits: int = 0
+    pruned: dict[str, int] = field(default_factory=dict)
+
+    def prune(self, rule: str) -> None:
+        """Count one value dropped by a rule."""
+        self.pruned[rule] = self.pruned.get(rule, 0) + 1
+
+    def merge(self, other: Counts) -> None:
+        """Add another account."""
+        self.states += other.states
+        self.bank_hits += other.bank_hits
+        for k, n in other.pruned.items():
+            self.pruned[k] = self.pruned.get(k, 0) + n
+
+
+_UNARY = (
+    Op.EXP, Op.LOG, Op.SQRT, Op.RSQRT, Op.SQUARE, Op.TANH, Op.SIGMOID, Op.ERF, Op.NEG,
+)  # fmt: skip
+_LINEAR_UNARY = (Op.NEG,)
+_LAWLESS = (Op.LESS, Op.WHERE, Op.MAX, Op.MIN)
+_WEIGHT = {
+    Op.EXP: 12.0, Op.LOG: 12.0, Op.SQRT: 6.0, Op.RSQRT: 6.0, Op.TANH: 16.0, Op.SIGMOID: 14.0, Op.ERF: 16.0,
+    Op.DIV: 4.0,
+}  # fmt: skip
+
+
+class Program:
+    """A segment prepared for synthesis: normal forms and tiny field values of its leaves, nodes and targets."""
+
+    def __init__(self, segment: Segment, seed: int) -> None:
+        self.segment = segment
+        self.terms = Terms()
+        self.poly: dict[Node, Poly] = {}
+        self.tiny: dict[Node, F.Pair] = {}
+        self.raw_exponents: set[int] = set()  # what the program exponentiates, as it stands
+        self.exponents: dict[int, Poly] = {}  # the same without its shifts by maxima
+        rng = np.random.default_rng(seed)
+        for i, leaf in enumerate(segment.leaves):
+            dims = segment.dims[leaf]
+            shape = tuple(1 if a is None else TINY for a in dims)
+            self.tiny[leaf] = (rng.integers(1, F.P, shape), rng.integers(1, F.Q, shape))
+            self.poly[leaf] = self.terms.atom(
+                "leaf", i, free=frozenset(a for a in dims if a is not None)
+            )
+        for node in segment.nodes:
+            self._node(node)
+        # The program's own values are useful by definition: they keep its own derivation alive.
+        goals = [self.poly[n] for n in segment.nodes]
+        for argument in self.exponents.values():
+            goals.append(argument)
+            goals += [self.terms.peak(argument, a) for a in sorted(argument.axes & segment.reduced)]
+        self.goal = Goal(self.terms, goals)
+
+    def size_axis(self, node: Node) -> Axis | None:
+        """The axis whose extent a size node stands for (None: extent 1)."""
+        return self.segment.dims[node.inputs[0]][node.attrs.axis]
+
+    def _node(self, node: Node) -> None:
+        t = self.terms
+        if node.op is Op.CONST:
+            value = node.attrs.value
+            self.poly[node], self.tiny[node] = t.constant(value), F.scalar(value)
+            return
+        if node.op is Op.SIZE:
+            axis = self.size_axis(node)
+            self.poly[node] = (
+                t.constant(1.0) if axis is None else t.atom("size", axis, free=frozenset())
+            )
+            # Sizes stay symbols: axes of one extent today must not be confused.
+            self.tiny[node] = F.scalar(1.0 if axis is None else float(1_000_003 + 7919 * axis))
+            return
+        polys = [self.poly[i] for i in node.inputs]
+        if node.op is Op.EXP:
+            self.raw_exponents.add(polys[0].id)
+            bare = t.without_peaks(polys[0])
+            self.exponents[bare.id] = bare
+        axis = reduced_axis(node, self.segment.dims)
+        self.poly[node] = apply_poly(t, node.op, polys, axis)
+        args = [_aligned(self.tiny[i], 0, node.rank) for i in node.inputs]
+        at = node.attrs.axis if node.op in (Op.SUM, Op.REDUCE_MAX) else 0
+        self.tiny[node] = apply_field(node.op, args, at)
+
+
+def _aligned(x: F.Pair, lead: int, rank: int) -> F.Pair:
+    def one(a: Any) -> Any:
+        own = a.ndim - lead
+        return (
+            a if own >= rank else a.reshape(a.shape[:lead] + (1,) * (rank - own) + a.shape[lead:])
+        )
+
+    return one(x[0]), None if x[1] is None else one(x[1])
+
+
+def apply_poly(t: Terms, op: Op, a: list[Poly], axis: Axis | None) -> Poly:
+    """The normal form of one operator's result."""
+    match op:
+        case Op.ADD:
+            return t.add(a[0], a[1])
+        case Op.SUB:
+            return t.add(a[0], a[1], -1)
+        case Op.NEG:
+            return t.mul(t.constant(-1.0), a[0])
+        case Op.MUL:
+            return t.mul(a[0], a[1])
+        case Op.SQUARE:
+            return t.mul(a[0], a[0])
+        case Op.DIV:
+            return t.mul(a[0], t.inverse(a[1]))
+        case Op.RSQRT:
+            return t.inverse(t.function("sqrt", a[0]))
+        case Op.EXP:
+            return t.exp(a[0])
+        case Op.SUM:
+            return a[0] if axis is None else t.sum(a[0], axis)
+        case Op.REDUCE_MAX:
+            return a[0] if axis is None else t.peak(a[0], axis)
+        case Op.MATMUL:
+            product = t.mul(a[0], a[1])
+            return product if axis is None else t.sum(product, axis)
+        case Op.CAST:
+            return a[0]
+        case Op.MAX | Op.MIN:
+            return t.function(op.value, *sorted(a, key=lambda p: p.id))
+        case _:
+            return t.function(op.value, *a)
+
+
+def apply_field(op: Op, a: list[F.Pair], axis: int) -> F.Pair:
+    """The field meaning of one operator; `axis` is the array axis of a reduction."""
+    match op:
+        case Op.ADD:
+            return F.linear(a[0], a[1], 1)
+        case Op.SUB:
+            return F.linear(a[0], a[1], -1)
+        case Op.NEG:
+            return F.linear((np.zeros(1, np.int64), np.zeros(1, np.int64)), a[0], -1)
+        case Op.MUL:
+            return F.mul(a[0], a[1])
+        case Op.SQUARE:
+            return F.mul(a[0], a[0])
+        case Op.DIV:
+            return F.div(a[0], a[1])
+        case Op.RSQRT:
+            return F.div(F.scalar(1.0), F.function(zlib.crc32(b"sqrt"), a[0]))
+        case Op.EXP:
+            return F.exp(a[0])
+        case Op.SUM:
+            return F.total(a[0], axis)
+        case Op.REDUCE_MAX:
+            return F.peak(a[0], axis)
+        case Op.MATMUL:
+            return F.matmul(a[0], a[1])
+        case Op.CAST:
+            return a[0]
+        case Op.MAX | Op.MIN:
+            lo, hi = F.larger(a[0], a[1]), a
+            return (
+                lo if op is Op.MAX else F.function(17, F.linear(F.linear(hi[0], hi[1], 1), lo, -1))
+            )
+        case _:
+            return F.function(zlib.crc32(op.value.encode()), *a)
+
+
+class Synthesis:
+    """The bank for one schedule."""
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        counts: Counts,
+        *,
+        most_values: int,
+        most_ops: int,
+        online: bool,
+        raw: bool = True,
+        stop: Callable[[], bool],
+    ) -> None:
+        self.program, self.schedule, self.counts = program, schedule, counts
+        self.segment, self.terms = program.segment, program.terms
+        self.most_values, self.most_ops, self.online, self.stop = (
+            most_values,
+            most_ops,
+            online,
+            stop,
+        )
+        self.raw = raw
+        self.values: list[Value] = []
+        self.weights: list[float] = []
+        self._by_form: dict[object, Value] = {}
+        self._by_print: dict[object, Value] = {}
+        self._queue: list[tuple[float, int]] = []
+        self._ready: list[Value] = []
+        self._done: set[int] = set()
+        self._by_poly: dict[int, list[Value]] = {}
+        self._ops = program.segment.ops
+        self._lawless = [n for n in program.segment.nodes if n.op in _LAWLESS]
+        self._pseudo = len(
+            program.segment.extents
+        )  # the axis of blocks, once it is a dim of a tile
+
+    # -- tiles -----------------------------------------------------------------------------------
+    def scatter(self, x: F.Pair, dims: Dims) -> F.Pair:
+        """A whole tiny tensor cut by the schedule: leading axes for the grid and the loop, then the tile."""
+
+        def cut(a: Any) -> Any:
+            shape: list[int] = []
+            place: dict[int, int] = {}
+            own: list[int] = []
+            for axis, n in zip(dims, a.shape, strict=True):
+                for at, cutter in enumerate((self.schedule.split, self.schedule.loop)):
+                    if axis is not None and axis == cutter:
+                        place[at] = len(shape)
+                        shape.append(2)
+                        n //= 2
+                own.append(len(shape))
+                shape.append(n)
+            extra = 0
+            for i in range(LEAD):
+                if i not in place:
+                    place[i] = len(shape) + extra
+                    extra += 1
+            return a.reshape((*shape, *(1,) * extra)).transpose(
+                [*(place[i] for i in range(LEAD)), *own]
+            )
+
+        return cut(x[0]), None if x[1] is None else cut(x[1])
+
+    def work(self, dims: Dims, extra: Axis | None, phase: Stage) -> float:
+        """Elements that a step touches over the whole kernel (replication by the grid aside)."""
+        axes = {a for a in dims if a is not None and a != self._pseudo}
+        if extra is not None:
+            axes.add(extra)
+        n = float(prod(self.segment.extents[a] for a in axes))
+        if phase is Stage.LOOP and self.schedule.loop not in axes:
+            n *= 8.0  # once per iteration; the count is not fixed yet
+        if self.schedule.split is not None and self.schedule.split not in axes:
+            n *= 8.0  # once per block along the split axis
+        return n
+
+    # -- the bank --------------------------------------------------------------------------------
+    def offer(
+        self,
+        step: tuple[Any, ...],
+        operands: tuple[Value, ...],
+        dims: Dims,
+        phase: Stage,
+        poly: Poly,
+        weight: float,
+        compute: Callable[[], F.Pair],
+        *,
+        partial: str = "",
+        peak: int = -1,
+        open_fold: str = "",
+        gauge: bool = False,
+    ) -> None:
+        """Try one value: prune it, merge it with an equal one, or add it."""
+        self.counts.states += 1
+        if not gauge and not self.program.goal.useful(poly):
+            self.counts.prune("goal")
+            return
+        mask, cost = 0, weight
+        for v in operands:
+            mask |= v.mask
+        if operands:
+            cost += self._total(mask)
+        form = (poly.id, dims, phase, partial, peak, open_fold)
+        known = self._by_form.get(form)
+        if known is not None:
+            self._merge(known, step, mask, cost, weight)
+            return
+        if len(self.values) >= self.most_values:
+            self.counts.prune("bank size")
+            return
+        if mask.bit_count() + 1 > self.most_ops + len(self.segment.leaves):
+            self.counts.prune("operators")
+            return
+        data = compute()
+        print_key = (
+            data[0].shape,
+            data[0].tobytes(),
+            data[1] is None,
+            dims,
+            phase,
+            partial,
+            peak,
+            open_fold,
+        )
+        known = self._by_print.get(print_key)
+        if known is not None:
+            self._by_form[form] = known
+            self._merge(known, step, mask, cost, weight)
+            return
+        bit = len(self.weights)
+        self.weights.append(weight)
+        v = Value(
+            len(self.values),
+            step,
+            dims,
+            phase,
+            partial,
+            peak,
+            open_fold,
+            poly,
+            data,
+            mask | 1 << bit,
+            cost,
+            gauge,
+        )
+        self.values.append(v)
+        self._by_form[form] = self._by_print[print_key] = v
+        heapq.heappush(self._queue, (cost, v.id))
+
+    def _total(self, mask: int) -> float:
+        out = 0.0
+        while mask:
+            low = mask & -mask
+            out += self.weights[low.bit_length() - 1]
+            mask ^= low
+        return out
+
+    def _merge(
+        self, known: Value, step: tuple[Any, ...], mask: int, cost: float, weight: float
+    ) -> None:
+        """An equal value: keep the cheaper derivation."""
+        self.counts.bank_hits += 1
+        if cost < known.cost * (1 - 1e-9):
+            bit = len(self.weights)
+            self.weights.append(weight)
+            known.step, known.mask, known.cost = step, mask | 1 << bit, cost
+            if known.id not in self._done:
+                heapq.heappush(self._queue, (cost, known.id))
+
+    # -- the closure -----------------------------------------------------------------------------
+    def run(self) -> None:
+        """Close the bank, cheapest value first."""
+        self._leaves()
+        while self._queue:
+            if self.stop():
+                return
+            cost, ident = heapq.heappop(self._queue)
+            v = self.values[ident]
+            if ident in self._done or cost > v.cost:
+                continue
+            self._done.add(ident)
+            self._expand(v)
+            self._ready.append(v)
+
+    def _leaves(self) -> None:
+        for i, leaf in enumerate(self.segment.leaves):
+            dims = self.segment.dims[leaf]
+            data = self.scatter(self.program.tiny[leaf], dims)
+            phase = (
+                Stage.LOOP
+                if self.schedule.loop in [a for a in dims if a is not None]
+                else Stage.INVARIANT
+            )
+            if self.schedule.loop is None:
+                phase = Stage.INVARIANT
+            weight = self.work(dims, None, phase) * 0.5
+            self.offer(
+                ("load", i), (), dims, phase, self.program.poly[leaf], weight, lambda d=data: d
+            )
+        for node in self.segment.nodes:
+            if node.op is Op.CONST:
+                step: tuple[Any, ...] = ("const", node.attrs.value)
+            elif node.op is Op.SIZE:
+                axis = self.program.size_axis(node)
+                step = ("size", axis) if axis is not None else ("const", 1.0)
+            else:
+                continue
+            data = self.program.tiny[node]
+            lead = tuple(None if x is None else x.reshape((1,) * LEAD) for x in data)
+            self.offer(
+                step,
+                (),
+                (),
+                Stage.INVARIANT,
+                self.program.poly[node],
+                0.0,
+                lambda d=lead: d,
+                gauge=True,  # type: ignore[arg-type,misc]
+            )
+
+    def _expand(self, v: Value) -> None:
+        self._unary(v)
+        self._reductions(v)
+        self._accumulators(v)
+        self._cross(v)
+        self._by_poly.setdefault(v.poly.id, []).append(v)
+        self._templates(v)
+        for w in [*self._ready, v]:
+            self._pair(v, w)
+            if w is not v:
+                self._pair(w, v)
+
+    def _unary(self, v: Value) -> None:
+        for op in _UNARY:
+            if op not in self._ops:
+                continue
+            if (v.partial or v.open) and op not in _LINEAR_UNARY:
+                self.counts.prune("partial value")
+                continue
+            if v.peak != -1 and op not in _LINEAR_UNARY and op is not Op.EXP:
+                continue
+            if op is Op.EXP and not self._may_exponentiate(v):
+                self.counts.prune("range")
+                continue
+            self._emit(op, (v,), v.dims, None, v.peak)
+
+    def _may_exponentiate(self, v: Value) -> bool:
+        """exp only of what the program itself exponentiates, or of a value shifted by its maximum."""
+        return (self.raw and v.poly.id in self.program.raw_exponents) or self._is_shifted(v)
+
+    def _is_shifted(self, v: Value) -> bool:
+        return v.step[0] == "shift"
+
+    def _reductions(self, v: Value) -> None:
+        sums = Op.SUM in self._ops or Op.MATMUL in self._ops
+        peaks = Op.REDUCE_MAX in self._ops or (self.online and Op.EXP in self._ops)
+        for d, axis in enumerate(v.dims):
+            if axis == self._pseudo:
+                self._fold_blocks(v, d)
+                continue
+            if axis is None or axis not in self.segment.reduced or v.phase is Stage.COMBINE:
+                continue
+            dims = (*v.dims[:d], None, *v.dims[d + 1 :])
+            if sums and v.partial != "max":
+                self._reduce(Op.SUM, v, d, axis, dims)
+            if peaks and not v.partial and v.peak < 0:
+                self._reduce(Op.REDUCE_MAX, v, d, axis, dims)
+
+    def _fold_blocks(self, v: Value, d: int) -> None:
+        """Second kernel: sum the blocks' parts. The normal form does not tell parts from the whole."""
+        if v.partial == "sum" and v.peak in (-1, COMBINED):
+            dims = (*v.dims[:d], None, *v.dims[d + 1 :])
+            self.offer((Op.SUM, v.id, d), (v,), dims, v.phase, v.poly, self.work(v.dims, None, v.phase) * 8,
+                       lambda: F.total(v.data, LEAD + d), peak=v.peak)  # fmt: skip
+
+    def _cross(self, v: Value) -> None:
+        """Store the blocks' parts and read them in a second kernel, where the blocks are a leading dim."""
+        if (
+            self.schedule.split is None
+            or v.partial
+            or v.phase in (Stage.LOOP, Stage.COMBINE)
+            or not v.open
+        ):
+            return
+        # (blocks, 1, tile...) -> (1, 1, blocks, tile...)
+        data = tuple(
+            None if x is None else x.reshape((1, 1, x.shape[0], *x.shape[LEAD:])) for x in v.data
+        )
+        dims = (self._pseudo, *v.dims)
+        self.offer(("cross", v.id), (v,), dims, Stage.COMBINE, v.poly, 16 * self.work(v.dims, None, v.phase),
+                   lambda: data, partial=v.open, peak=v.peak)  # type: ignore[arg-type,return-value]  # fmt: skip
+
+    def _weigh(self, v: Value, m: Value) -> None:
+        """v * exp(m - max over blocks of m), m the maximum that each block shifted v by."""
+        if (
+            v.phase is not Stage.COMBINE
+            or m.phase is not Stage.COMBINE
+            or v.peak < 0
+            or v.partial != "sum"
+        ):
+            return
+        source, own = self.values[m.step[1]], self.values[v.peak]
+        if source.id != own.id and (source.step[0] != "accum_max" or source.step[1] != own.step[1]):
+            return
+
+        def compute() -> F.Pair:
+            a, b = _both(v, m)
+            return F.mul(a, F.exp(F.linear(b, F.peak(b, LEAD), -1)))
+
+        self.offer(("weigh", v.id, m.id), (v, m), v.dims, v.phase, v.poly,
+                   16 * self.work(v.dims, None, v.phase), compute, partial="sum", peak=COMBINED)  # fmt: skip
+
+    def _reduce(self, op: Op, v: Value, d: int, axis: Axis, dims: Dims) -> None:
+        t = self.terms
+        poly = t.sum(v.poly, axis) if op is Op.SUM else t.peak(v.poly, axis)
+        if op is Op.SUM and t.cancels(poly, v.poly):
+            self.counts.prune("cancellation")
+            return
+        partial = v.partial or (
+            ("sum" if op is Op.SUM else "max")
+            if axis == self.schedule.loop and v.phase is Stage.LOOP
+            else ""
+        )
+        self.offer(
+            (op, v.id, d),
+            (v,),
+            dims,
+            v.phase,
+            poly,
+            self.work(v.dims, None, v.phase),
+            lambda: (F.total if op is Op.SUM else F.peak)(v.data, LEAD + d),
+            partial=partial,
+            peak=v.peak,
+            open_fold=v.open
+            or (("sum" if op is Op.SUM else "max") if axis == self.schedule.split else ""),
+        )
+
+    def _accumulators(self, v: Value) -> None:
+        if v.phase is not Stage.LOOP or not v.partial:
+            return
+        weight = self.work(v.dims, None, v.phase)
+        loop_axis = LOOP_AT
+        if v.partial == "max":
+            for name, phase, compute in (
+                ("accum_max", Stage.POST, lambda: F.peak(v.data, loop_axis)),
+                ("running_max", Stage.LOOP, lambda: _running(v.data, loop_axis)),
+            ):
+                if name == "running_max" and not self.online:
+                    continue
+                self.offer((name, v.id), (v,), v.dims, phase, v.poly, weight, compute, open_fold=v.open,
+                           peak=-2 if phase is Stage.LOOP else -1)  # fmt: skip
+            return
+        if v.peak >= 0:
+            m = self.values[v.peak]
+            self.offer(("accum_rescale", v.id, m.id), (v, m), v.dims, Stage.POST, v.poly, weight * 3,
+                       lambda: _rescaled(v.data, m.data, loop_axis), peak=m.id, open_fold=v.open)  # fmt: skip
+            return
+        self.offer(("accum_sum", v.id), (v,), v.dims, Stage.POST, v.poly, weight,
+                   lambda: F.total(v.data, loop_axis), open_fold=v.open)  # fmt: skip
+
+    # -- pairs -----------------------------------------------------------------------------------
+    def _pair(self, a: Value, b: Value) -> None:
+        if b.step[0] == "cross":
+            self._weigh(a, b)
+        if not _meet(a, b) or a.partial == "max" or b.partial == "max":
+            return
+        self._shift(a, b)
+        if a.peak == -2 or b.peak == -2 or a.open == "max" or b.open == "max":
+            return
+        dims = _broadcast(a.dims, b.dims)
+        if dims is not None:
+            self._elementwise(a, b, dims)
+        if Op.MATMUL in self._ops and Stage.COMBINE not in (a.phase, b.phase):
+            self._matmul(a, b)
+
+    def _shift(self, a: Value, b: Value) -> None:
+        """a - b, b a maximum of a: the argument of a safe exponential."""
+        if a.partial or a.open or a.peak != -1 or a.poly.id not in self.program.exponents:
+            return
+        if len(b.poly.terms) != 1:
+            return
+        ((mono, _),) = b.poly.terms
+        if len(mono) != 1:
+            return
+        kind = self.terms.kind[mono[0][0]]
+        if kind[0] != "peak" or kind[2] != a.poly.id:
+            return
+        dims = _broadcast(a.dims, b.dims)
+        if dims is None or dims != a.dims:
+            return
+        running = b.peak == -2
+        phase = max(a.phase, b.phase)
+        self.offer(("shift", a.id, b.id), (a, b), dims, phase, self.terms.add(a.poly, b.poly, -1),
+                   self.work(dims, None, phase), lambda: F.linear(*_both(a, b), -1),
+                   peak=b.id if running or b.open else -1, gauge=True)  # fmt: skip
+
+    def _elementwise(self, a: Value, b: Value, dims: Dims) -> None:
+        ops = self._ops
+        if a.id <= b.id and (Op.MUL in ops or Op.DIV in ops) and not (a.partial and b.partial):
+            self._linear_pair(Op.MUL, a, b, dims)
+        if (Op.DIV in ops or Op.RSQRT in ops) and not b.partial and not b.open:
+            self._linear_pair(Op.DIV, a, b, dims)
+        if a.id < b.id and (Op.ADD in ops or Op.SUB in ops):
+            self._sum_pair(Op.ADD, a, b, dims)
+        if Op.SUB in ops and a is not b:
+            self._sum_pair(Op.SUB, a, b, dims)
+
+    def _templates(self, v: Value) -> None:
+        """Operators without laws: only as the program applies them, on values equal to its operands."""
+        for node in self._lawless:
+            polys = [self.program.poly[i] for i in node.inputs]
+            if v.poly not in polys:
+                continue
+            choices = [self._by_poly.get(p.id, []) for p in polys]
+            for operands in itertools.product(*choices):
+                if v not in operands or any(x.partial or x.open or x.peak != -1 for x in operands):
+                    continue
+                dims: Dims | None = operands[0].dims
+                for x, y in itertools.pairwise(operands):
+                    dims = _broadcast(dims, y.dims) if dims is not None and _meet(x, y) else None
+                if dims is not None:
+                    self._emit(node.op, operands, dims, None, -1)
+
+    def _linear_pair(self, op: Op, a: Value, b: Value, dims: Dims) -> None:
+        """A product or quotient. Against a partial sum the other factor must not vary over what is still to be summed."""
+        for x, y in ((a, b), (b, a)):
+            if x.partial and (
+                self.schedule.loop in y.dims if x.phase is Stage.LOOP else self._pseudo in y.dims
+            ):
+                self.counts.prune("summed too early")
+                return
+        if a.open and b.open:
+            return
+        if (a.open and self._varies(b)) or (b.open and self._varies(a)):
+            self.counts.prune("summed too early")
+            return
+        peak = self._joint_peak(op, a, b)
+        if peak is None:
+            return
+        self._emit(
+            op, (a, b), dims, None, peak, partial=a.partial or b.partial, open_fold=a.open or b.open
+        )
+
+    def _varies(self, v: Value) -> bool:
+        """True if a value differs between elements that the split axis will still sum over."""
+        return self.schedule.split in v.dims if self.schedule.split is not None else False
+
+    def _joint_peak(self, op: Op, a: Value, b: Value) -> int | None:
+        """The shift of a product; a quotient of equally shifted values has none; two shifts do not multiply."""
+        if a.peak == -1 and b.peak == -1:
+            return -1
+        if op is Op.DIV:
+            return -1 if a.peak == b.peak else (a.peak if b.peak == -1 else None)
+        if a.peak != -1 and b.peak != -1:
+            return None
+        return a.peak if b.peak == -1 else b.peak
+
+    def _sum_pair(self, op: Op, a: Value, b: Value, dims: Dims) -> None:
+        if a.partial != b.partial or a.open != b.open or a.peak != b.peak:
+            self.counts.prune("unlike sums")
+            return
+        self._emit(op, (a, b), dims, None, a.peak, partial=a.partial, open_fold=a.open)
+
+    def _matmul(self, a: Value, b: Value) -> None:
+        if len(a.dims) < 2 or len(b.dims) < 2:
+            return
+        axis = a.dims[-1]
+        if axis is None or b.dims[-2] != axis or axis not in self.segment.reduced:
+            return
+        if a.partial or b.partial or (a.open and b.open):
+            return
+        if (a.open and self._varies(b)) or (b.open and self._varies(a)):
+            return
+        batch = _broadcast(a.dims[:-2], b.dims[:-2])
+        if batch is None or (a.dims[-2] is not None and a.dims[-2] == b.dims[-1]):
+            return
+        dims = (*batch, a.dims[-2], b.dims[-1])
+        if axis in dims or len({x for x in dims if x is not None}) != sum(
+            x is not None for x in dims
+        ):
+            return
+        peak = self._joint_peak(Op.MUL, a, b)
+        if peak is None:
+            return
+        looped = axis == self.schedule.loop
+        self._emit(
+            Op.MATMUL, (a, b), dims, axis, peak, partial="sum" if looped else "",
+            open_fold=a.open or b.open or ("sum" if axis == self.schedule.split else ""),
+        )  # fmt: skip
+
+    def _emit(
+        self,
+        op: Op,
+        operands: tuple[Value, ...],
+        dims: Dims,
+        axis: Axis | None,
+        peak: int,
+        *,
+        partial: str = "",
+        open_fold: str = "",
+    ) -> None:
+        phase = max(v.phase for v in operands)
+        if op in _LINEAR_UNARY:
+            partial, open_fold = operands[0].partial, operands[0].open
+        poly = apply_poly(self.terms, op, [v.poly for v in operands], axis)
+        if op in (Op.MUL, Op.DIV, Op.MATMUL) and self.terms.cancels(
+            poly, *(v.poly for v in operands)
+        ):
+            self.counts.prune("cancellation")
+            return
+        if op in (Op.ADD, Op.SUB) and self.terms.drops(poly, operands[0].poly, operands[1].poly):
+            self.counts.prune("cancellation")
+            return
+        unit = 0.25 if op is Op.MATMUL else _WEIGHT.get(op, 1.0)
+        self.offer(
+            (op, *(v.id for v in operands)),
+            operands,
+            dims,
+            phase,
+            poly,
+            unit * self.work(dims, axis, phase),
+            lambda: apply_field(op, [_aligned(v.data, LEAD, len(dims)) for v in operands], 0),
+            partial=partial,
+            peak=peak,
+            open_fold=open_fold,
+        )
+
+    # -- targets ---------------------------------------------------------------------------------
+    def find(self, target: Node) -> Value | None:
+        """The bank's cheapest value that equals a target under this schedule, if there is one."""
+        dims = self.segment.dims[target]
+        want = self.scatter(self.program.tiny[target], dims)[0]
+        looped = self.schedule.loop is not None and self.schedule.loop in dims
+        best: Value | None = None
+        for v in self.values:
+            if v.partial or v.open or v.peak != -1:
+                continue
+            if v.dims == dims and v.phase is not Stage.COMBINE:
+                if looped != (v.phase is Stage.LOOP):
+                    continue
+                got = v.data[0]
+            elif v.phase is Stage.COMBINE and v.dims == (None, *dims):
+                got = v.data[0].reshape((1,) * LEAD + v.data[0].shape[LEAD + 1 :])
+            else:
+                continue
+            if (
+                got.shape == want.shape
+                and np.array_equal(got, want)
+                and (not best or v.cost < best.cost)
+            ):
+                best = v
+        return best
+
+
+def _meet(a: Value, b: Value) -> bool:
+    """True if two values exist at one time. Scalars (constants, sizes) exist everywhere."""
+    if a.phase is b.phase:
+        return True
+    first, last = sorted((a, b), key=lambda v: v.phase)
+    if last.phase is Stage.COMBINE:
+        return first.phase is Stage.INVARIANT and first.dims == ()
+    return first.phase is Stage.INVARIANT
+
+
+def _both(a: Value, b: Value) -> tuple[F.Pair, F.Pair]:
+    rank = max(len(a.dims), len(b.dims))
+    return _aligned(a.data, LEAD, rank), _aligned(b.data, LEAD, rank)
+
+
+def _broadcast(a: Dims, b: Dims) -> Dims | None:
+    """Axes of an elementwise result, aligned at the right; None where two different axes meet."""
+    if a == b:
+        return a
+    rank = max(len(a), len(b))
+    out: list[Axis | None] = []
+    for x, y in zip((None,) * (rank - len(a)) + a, (None,) * (rank - len(b)) + b, strict=True):
+        if x is not None and y is not None and x != y:
+            return None
+        out.append(x if x is not None else y)
+    named = [x for x in out if x is not None]
+    return tuple(out) if len(set(named)) == len(named) else None
+
+
+def _iterations(x: F.Pair, axis: int) -> list[F.Pair]:
+    n = x[0].shape[axis]
+    return [
+        (np.take(x[0], [i], axis), None if x[1] is None else np.take(x[1], [i], axis))
+        for i in range(n)
+    ]
+
+
+def _running(x: F.Pair, axis: int) -> F.Pair:
+    """Prefix maxima along the loop's axis."""
+    out: list[F.Pair] = []
+    for step in _iterations(x, axis):
+        out.append(step if not out else F.larger(out[-1], step))
+    q = None if out[0][1] is None else np.concatenate([o[1] for o in out], axis)
+    return np.concatenate([o[0] for o in out], axis), q
+
+
+def _rescaled(x: F.Pair, m: F.Pair, axis: int) -> F.Pair:
+    """sum over i of x_i * exp(m_i - m_last)."""
+    xs, ms = _iterations(x, axis), _iterations(m, axis)
+    total: F.Pair | None = None
+    for xi, mi in zip(xs, ms * (len(xs) // len(ms)), strict=True):
+        term = F.mul(xi, F.exp(F.linear(mi, ms[-1], -1)))
+        total = term if total is None else F.linear(total, term, 1)
+    assert total is not None
+    return total

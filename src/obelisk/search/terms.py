@@ -1,0 +1,408 @@
+"""Normal forms of tensor expressions, and the test whether one can still become part of a goal.
+
+A value is a polynomial: a sum of monomials with rational coefficients. A monomial is a product of powers of
+factors; a factor is an atom (an input, a function of a polynomial) or a *sum component*, the sum over some axes of a
+product of factors that those axes connect. Pulling out what an axis does not touch makes the form unique for
+the laws that matter here: associativity, commutativity, distributivity, motion of factors and divisors through sums,
+splitting of sums, exp of a sum as a product. Which part of an axis (tile, loop, grid) was summed is not recorded.
+
+The form only steers the search; what the search returns is judged elsewhere. The pruning rule follows the
+abstract expressions of Mirage (OSDI'25, section 4.2), made index-aware, so that it also rejects sums that come too
+early; there is no cancellation, so a prefix survives only if it can be part of the goal as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+
+Axis = int
+Mono = tuple[tuple[int, Fraction], ...]  # (factor, exponent), sorted by factor
+ONE: Mono = ()
+
+
+class Poly:
+    """An interned polynomial; made by `Terms` only. `terms` maps monomials to coefficients."""
+
+    __slots__ = ("axes", "id", "terms")
+
+    def __init__(
+        self, ident: int, terms: tuple[tuple[Mono, Fraction], ...], axes: frozenset[Axis]
+    ) -> None:
+        self.id, self.terms, self.axes = ident, terms, axes
+
+
+class Terms:
+    """An arena of factors and polynomials. All arithmetic is memoised; nothing is shared between arenas."""
+
+    MOST_TERMS = (
+        48  # a larger polynomial becomes an opaque atom: it can still be matched as a whole
+    )
+
+    def __init__(self) -> None:
+        self._factors: dict[object, int] = {}
+        self.kind: list[tuple[object, ...]] = []
+        self.free: list[frozenset[Axis]] = []
+        self._polys: dict[object, Poly] = {}
+        self._memo: dict[object, Poly] = {}
+        self._fresh = 1_000_000  # renamed bound axes
+
+    # -- factors ---------------------------------------------------------------------------------
+    def factor(self, kind: tuple[object, ...], free: frozenset[Axis]) -> int:
+        """The id of a factor."""
+        found = self._factors.get(kind)
+        if found is None:
+            found = self._factors[kind] = len(self.kind)
+            self.kind.append(kind)
+            self.free.append(free)
+        return found
+
+    def poly(self, terms: dict[Mono, Fraction]) -> Poly:
+        """The interned polynomial with these terms."""
+        items = tuple(sorted((m, c) for m, c in terms.items() if c))
+        found = self._polys.get(items)
+        if found is None:
+            axes: frozenset[Axis] = frozenset().union(
+                *(self.free[f] for m, _ in items for f, _ in m)
+            )
+            found = self._polys[items] = Poly(len(self._polys), items, axes)
+        return found
+
+    def atom(self, *kind: object, free: frozenset[Axis]) -> Poly:
+        """A polynomial that is one atom."""
+        return self.poly({((self.factor(kind, free), Fraction(1)),): Fraction(1)})
+
+    def constant(self, value: float) -> Poly:
+        """A constant; 0 and 1 are the field's, others are atoms (so that powers of them stay bounded)."""
+        if value in (0.0, 1.0, -1.0):
+            return self.poly({ONE: Fraction(int(value))})
+        return self.atom("const", value, free=frozenset())
+
+    # -- arithmetic ------------------------------------------------------------------------------
+    def add(self, a: Poly, b: Poly, sign: int = 1) -> Poly:
+        """a + sign * b."""
+        key = ("+", a.id, b.id, sign)
+        if key not in self._memo:
+            terms = dict(a.terms)
+            for m, c in b.terms:
+                terms[m] = terms.get(m, Fraction(0)) + sign * c
+            self._memo[key] = self.poly(terms)
+        return self._memo[key]
+
+    def mul(self, a: Poly, b: Poly) -> Poly:
+        """a * b."""
+        key = ("*", min(a.id, b.id), max(a.id, b.id))
+        if key not in self._memo:
+            if (
+                len(a.terms) > 1
+                and len(b.terms) > 1
+                or len(a.terms) * len(b.terms) > self.MOST_TERMS
+            ):
+                # Two sums are not multiplied out: the expansion has many parts that no kernel wants.
+                first, second = sorted((a, b), key=lambda x: x.id)
+                self._memo[key] = self.atom(
+                    "product", first.id, second.id, (first, second), free=a.axes | b.axes
+                )
+            else:
+                terms: dict[Mono, Fraction] = {}
+                for m, c in a.terms:
+                    for n, d in b.terms:
+                        p = _product(m, n)
+                        terms[p] = terms.get(p, Fraction(0)) + c * d
+                self._memo[key] = self.poly(terms)
+        return self._memo[key]
+
+    def inverse(self, a: Poly) -> Poly:
+        """1 / a."""
+        if len(a.terms) == 1:
+            ((mono, c),) = a.terms
+            return self.poly({tuple((f, -e) for f, e in mono): 1 / c})
+        return self.atom("inverse", a.id, a, free=a.axes)
+
+    def sum(self, a: Poly, axis: Axis) -> Poly:
+        """The sum over an axis."""
+        key = ("sum", a.id, axis)
+        if key not in self._memo:
+            terms: dict[Mono, Fraction] = {}
+            for m, c in a.terms:
+                p = self._sum_mono(m, axis)
+                terms[p] = terms.get(p, Fraction(0)) + c
+            self._memo[key] = self.poly(terms)
+        return self._memo[key]
+
+    def _sum_mono(self, mono: Mono, axis: Axis) -> Mono:
+        inside = [(f, e) for f, e in mono if axis in self.free[f]]
+        outside = tuple((f, e) for f, e in mono if axis not in self.free[f])
+        if not inside:
+            size = self.factor(("size", axis), frozenset())
+            return _product(outside, ((size, Fraction(1)),))
+        axes, body = {axis}, ONE
+        for f, e in inside:
+            kind = self.kind[f]
+            if kind[0] == "component" and e == 1:
+                bound, inner = kind[1], kind[2]
+                assert isinstance(bound, frozenset) and isinstance(inner, tuple)
+                clash = bound & axes
+                if clash:  # two sums over one axis: rename one, bound names are local
+                    bound, inner = self._rename(bound, inner, clash)
+                axes |= bound
+                body = _product(body, inner)
+            else:
+                body = _product(body, ((f, e),))
+        return _product(outside, ((self._component(frozenset(axes), body), Fraction(1)),))
+
+    def _component(self, axes: frozenset[Axis], body: Mono) -> int:
+        free = frozenset().union(*(self.free[f] for f, _ in body)) - axes
+        return self.factor(("component", axes, body), free)
+
+    def _rename(
+        self, bound: frozenset[Axis], inner: Mono, clash: frozenset[Axis]
+    ) -> tuple[frozenset[Axis], Mono]:
+        for axis in sorted(clash):
+            self._fresh += 1
+            fresh = self._fresh
+            bound = (bound - {axis}) | {fresh}
+            renamed = []
+            for f, e in inner:
+                if axis in self.free[f]:
+                    g = self.factor(("renamed", axis, fresh, f), (self.free[f] - {axis}) | {fresh})
+                    renamed.append((g, e))
+                else:
+                    renamed.append((f, e))
+            inner = tuple(sorted(renamed))
+        return bound, inner
+
+    def exp(self, a: Poly) -> Poly:
+        """exp(a) as a product over the terms of a."""
+        mono: dict[int, Fraction] = {}
+        for m, c in a.terms:
+            free: frozenset[Axis] = frozenset().union(*(self.free[f] for f, _ in m))
+            mono[self.factor(("exp", m), free)] = c
+        return self.poly({tuple(sorted(mono.items())): Fraction(1)})
+
+    def function(self, name: str, *args: Poly) -> Poly:
+        """An uninterpreted elementwise function."""
+        free: frozenset[Axis] = frozenset().union(*(a.axes for a in args))
+        return self.atom("function", name, tuple(a.id for a in args), args, free=free)
+
+    def peak(self, a: Poly, axis: Axis) -> Poly:
+        """The maximum over an axis; a maximum of a maximum over one axis is itself."""
+        if len(a.terms) == 1 and len(a.terms[0][0]) == 1:
+            kind = self.kind[a.terms[0][0][0][0]]
+            if kind[0] == "peak" and axis in kind[1]:  # type: ignore[operator]
+                return a
+        return self.atom("peak", frozenset({axis}), a.id, a, free=a.axes - {axis})
+
+    def mass(self, a: Poly) -> Fraction | None:
+        """How many atoms a monomial is made of, powers counted, gauge aside; None for a longer polynomial."""
+        return self._mass(a.terms[0][0]) if len(a.terms) == 1 else None
+
+    def _mass(self, mono: Mono) -> Fraction:
+        total = Fraction(0)
+        for f, e in mono:
+            if not self.is_gauge(f):
+                kind = self.kind[f]
+                inner = self._mass(kind[2]) if kind[0] == "component" else Fraction(1)  # type: ignore[arg-type]
+                total += abs(e) * inner
+        return total
+
+    def cancels(self, result: Poly, *operands: Poly) -> bool:
+        """True if a product, quotient or sum of monomials undid a factor: its mass is not that of its operands."""
+        masses = [self.mass(a) for a in operands]
+        got = self.mass(result)
+        if got is None or any(m is None for m in masses):
+            return False
+        return got != sum(m for m in masses if m is not None)
+
+    def drops(self, result: Poly, a: Poly, b: Poly) -> bool:
+        """True if a sum or difference lost a term of its operands."""
+        return len(result.terms) < len({m for m, _ in a.terms} | {m for m, _ in b.terms})
+
+    def without_peaks(self, a: Poly) -> Poly:
+        """The polynomial without the terms that are a maximum (a shift of an exponent)."""
+        return self.poly({m: c for m, c in a.terms if not self._is_peak(m)})
+
+    def _is_peak(self, mono: Mono) -> bool:
+        return len(mono) == 1 and self.kind[mono[0][0]][0] == "peak"
+
+    # -- gauge -----------------------------------------------------------------------------------
+    def is_gauge(self, factor: int) -> bool:
+        """True for exp of a maximum: softmax may be multiplied and divided by it at will."""
+        kind = self.kind[factor]
+        if kind[0] != "exp":
+            return False
+        inner = kind[1]
+        assert isinstance(inner, tuple)
+        return len(inner) == 1 and self.kind[inner[0][0]][0] == "peak"
+
+    def strip(self, mono: Mono) -> Mono:
+        """The monomial without gauge factors."""
+        return tuple((f, e) for f, e in mono if not self.is_gauge(f))
+
+
+def _product(a: Mono, b: Mono) -> Mono:
+    if not a:
+        return b
+    if not b:
+        return a
+    out = dict(a)
+    for f, e in b:
+        total = out.get(f, Fraction(0)) + e
+        if total:
+            out[f] = total
+        else:
+            del out[f]
+    return tuple(sorted(out.items()))
+
+
+class Goal:
+    """What may become part of some goal polynomials: built once, then asked for each new value."""
+
+    def __init__(self, terms: Terms, goals: Iterable[Poly]) -> None:
+        self.arena = terms
+        self.contexts: list[tuple[tuple[Mono, Fraction], ...]] = []
+        self._seen: set[object] = set()
+        self._useful: dict[int, bool] = {}
+        for goal in goals:
+            self._context(goal)
+
+    def _context(self, poly: Poly) -> None:
+        if poly.id in self._seen:
+            return
+        self._seen.add(poly.id)
+        self.contexts.append(tuple((self.arena.strip(m), c) for m, c in poly.terms))
+        for mono, _ in poly.terms:
+            self._factors(mono)
+
+    def _factors(self, mono: Mono) -> None:
+        t = self.arena
+        for f, e in mono:
+            if ("factor", f, e < 0) in self._seen:
+                continue
+            self._seen.add(("factor", f, e < 0))
+            if e < 0:
+                self._context(t.poly({((f, -e),): Fraction(1)}))
+            kind = t.kind[f]
+            match kind[0]:
+                case "component":
+                    self._factors(kind[2])  # type: ignore[arg-type]
+                case "exp":
+                    self._context(t.poly({kind[1]: Fraction(1)}))  # type: ignore[dict-item]
+                case "function":
+                    for arg in kind[3]:  # type: ignore[attr-defined]
+                        self._context(arg)
+                case "product":
+                    for arg in kind[3]:  # type: ignore[attr-defined]
+                        self._context(arg)
+                case "peak":
+                    self._context(kind[3])  # type: ignore[arg-type]
+                    self._context(t.poly({((f, Fraction(1)),): Fraction(1)}))
+                case "inverse":
+                    self._context(kind[2])  # type: ignore[arg-type]
+                case "renamed":
+                    self._factors(((kind[3], Fraction(1)),))  # type: ignore[arg-type]
+
+    def useful(self, poly: Poly) -> bool:
+        """True if some context contains `poly` times one cofactor (a product, sums over axes included)."""
+        known = self._useful.get(poly.id)
+        if known is None:
+            known = self._useful[poly.id] = self._test(poly)
+        return known
+
+    def _test(self, poly: Poly) -> bool:
+        terms = [(self.arena.strip(m), c) for m, c in poly.terms]
+        return any(self._within(terms, context) for context in self.contexts)
+
+    def _within(
+        self, terms: list[tuple[Mono, Fraction]], context: tuple[tuple[Mono, Fraction], ...]
+    ) -> bool:
+        """True if terms * cofactor is part of the context, with one ratio of coefficients."""
+        if not terms or len(terms) > len(context):
+            return False
+        first, c = terms[0]
+        for mono, d in context:
+            if c != d and (len(terms) > 1 or c != 1):
+                continue  # a multiple of what is wanted
+            for left in self._leftovers(first, mono):
+                if all(
+                    any(e == f and left in self._leftovers(v, m) for m, f in context)
+                    for v, e in terms[1:]
+                ):
+                    return True
+        return False
+
+    def _leftovers(self, v: Mono, t: Mono) -> Iterator[object]:
+        """What is left of t for each way in which v can be completed to it, nothing being undone."""
+        arena = self.arena
+        slots: dict[int, Fraction] = {}
+        components: list[tuple[frozenset[Axis], dict[int, Fraction]]] = []
+        for f, e in t:
+            kind = arena.kind[f]
+            if kind[0] == "component" and e > 0:
+                for _ in range(int(e)):
+                    components.append((kind[1], dict(kind[2])))  # type: ignore[arg-type, call-overload]
+            else:
+                slots[f] = e
+        items: list[tuple[int, Fraction]] = []
+        for f, e in v:
+            if arena.kind[f][0] == "component" and e > 0:
+                items.extend([(f, Fraction(1))] * int(e))
+            else:
+                items.append((f, e))
+        return self._place(items, 0, slots, components)
+
+    def _place(
+        self,
+        items: list[tuple[int, Fraction]],
+        at: int,
+        slots: dict[int, Fraction],
+        components: list[tuple[frozenset[Axis], dict[int, Fraction]]],
+    ) -> Iterator[object]:
+        if at == len(items):
+            parts = sorted(
+                (tuple(sorted(b)), tuple(sorted(i.items()))) for b, i in components if i or b
+            )
+            yield tuple(sorted(slots.items())), tuple(parts)
+            return
+        f, e = items[at]
+        kind = self.arena.kind[f]
+        if kind[0] == "component" and e > 0:
+            axes: frozenset[Axis] = kind[1]  # type: ignore[assignment]
+            body: Mono = kind[2]  # type: ignore[assignment]
+            for i, (bound, inner) in enumerate(components):
+                if not axes <= bound or any(
+                    not _covers(inner.get(g, Fraction(0)), x) for g, x in body
+                ):
+                    continue
+                left = _minus(inner, body)
+                if any(axes & self.arena.free[g] for g in left):
+                    continue  # summed too early: something left depends on the axis
+                yield from self._place(
+                    items,
+                    at + 1,
+                    slots,
+                    [*components[:i], (bound - axes, left), *components[i + 1 :]],
+                )
+            return
+        if _covers(slots.get(f, Fraction(0)), e):
+            yield from self._place(items, at + 1, _minus(slots, ((f, e),)), components)
+        for i, (bound, inner) in enumerate(components):
+            if _covers(inner.get(f, Fraction(0)), e):
+                rest = [*components[:i], (bound, _minus(inner, ((f, e),))), *components[i + 1 :]]
+                yield from self._place(items, at + 1, slots, rest)
+
+
+def _covers(have: Fraction, want: Fraction) -> bool:
+    """True if a power `have` contains a power `want` of the same sign."""
+    return (have >= want > 0) or (have <= want < 0)
+
+
+def _minus(a: dict[int, Fraction], b: Mono) -> dict[int, Fraction]:
+    out = dict(a)
+    for f, e in b:
+        left = out[f] - e
+        if left:
+            out[f] = left
+        else:
+            del out[f]
+    return out
