@@ -1,7 +1,7 @@
 """The superoptimizer's search over kernel and block graphs.
 
-Takes a kernel graph, a machine, a declared space and a budget; gives candidates ranked by the cost model. It never
-times a candidate and never judges one: that is for `tune` and `verify`.
+Takes a kernel graph, a machine, a declared space and a budget; gives candidates ranked by the cost
+model. It never times a candidate and never judges one: that is for `tune` and `verify`.
 """
 
 from obelisk.search.driver import search

@@ -1,8 +1,9 @@
 """Named axes of a program segment: which dims of which tensors must be cut together.
 
-A segment is a set of kernel-level operators between *leaves* (tensors that already lie in device memory, and views of
-them) and *targets*. Union-find over the operators' dims gives each dim an axis, or None where its extent is 1.
-Maps then need no enumeration per tensor: cutting an axis cuts every tensor that has it, consistently.
+A segment is a set of kernel-level operators between *leaves* (tensors that already lie in device
+memory, and views of them) and *targets*. Union-find over the operators' dims gives each dim an
+axis, or None where its extent is 1. Maps then need no enumeration per tensor: cutting an axis cuts
+every tensor that has it, consistently.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class _Union:
 
 
 def make_segment(targets: Sequence[Node], leaves: Sequence[Node]) -> Segment | str:
-    """The segment between leaves and targets, or the reason why it cannot be searched as one kernel."""
+    """The segment between leaves and targets, or the reason why it cannot be searched as one
+    kernel.
+    """
     nodes, found = _between(targets, frozenset(leaves))
     for node in nodes:
         if node.op in _STRUCTURE or node.op is Op.INPUT:
@@ -148,7 +151,8 @@ def make_segment(targets: Sequence[Node], leaves: Sequence[Node]) -> Segment | s
 def reduced_axis(node: Node, dims: dict[Node, Dims]) -> Axis | None:
     """The axis that an operator sums over or takes a maximum over."""
     if node.op in (Op.SUM, Op.REDUCE_MAX):
-        return dims[node.inputs[0]][node.attrs.axis]
+        axis: int = node.attrs.axis
+        return dims[node.inputs[0]][axis]
     if node.op is Op.MATMUL:
         return dims[node.inputs[0]][-1]
     return None

@@ -1,8 +1,10 @@
-"""The search: partition, schedules, synthesis, sizes, ranking. Anytime, seeded, within limits of time and memory.
+"""The search: partition, schedules, synthesis, sizes, ranking. Anytime, seeded, within limits of
+time and memory.
 
-For each interval that the partition asks for, every schedule (loop axis, split axis) is closed by `synth`, each
-skeleton found gets sizes by `sizes`, and the instances are ranked by the cost model. The candidates are the best cover
-with its alternatives, one interval varied at a time; the input graph is always candidate 0.
+For each interval that the partition asks for, every schedule (loop axis, split axis) is closed by
+`synth`, each skeleton found gets sizes by `sizes`, and the instances are ranked by the cost model.
+The candidates are the best cover with its alternatives, one interval varied at a time; the input
+graph is always candidate 0.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from obelisk.ir.op import Op
 from obelisk.machine import Machine, estimate
 from obelisk.search.axes import Axis, Segment
 from obelisk.search.partition import Cover, Interval, Partition
+from obelisk.search.program import Program
 from obelisk.search.sizes import Instance, Sizer
 from obelisk.search.skeleton import Skeleton, extract
 from obelisk.search.space import Budget, Candidate, SearchResult, SearchStats, Space
-from obelisk.search.synth import Counts, Program, Schedule, Synthesis
+from obelisk.search.synth import Synthesis
+from obelisk.search.value import Counts, Schedule
 
 REPORT_SECONDS = 0.1
 SIZES_KEPT = 4  # instances kept of one skeleton
+PROMISING = 2.0  # a skeleton whose first sizes cost more than this times the best is not refined
 
 
 class _Stopped(Exception):
@@ -115,21 +120,36 @@ class _Search:
                 if skeleton is not None:
                     found.setdefault(skeleton.key, skeleton)
         self.skeletons += len(found)
-        out: list[Instance] = []
-        for skeleton in found.values():
+        return self._sized(segment, list(found.values()))
+
+    def _sized(self, segment: Segment, skeletons: list[Skeleton]) -> list[Instance]:
+        """Sizes for the skeletons that look promising at first sight; ranked instances."""
+        sizers: list[tuple[Instance, Sizer]] = []
+        for skeleton in skeletons:
             if self.stop():
                 break
             sizer = Sizer(skeleton, segment, self.machine, self.stop)
-            out += sizer.best(SIZES_KEPT)
-            self.instances += sizer.counts.tried
-            for rule, n in (
-                ("malformed", sizer.counts.malformed),
-                ("capacity", sizer.counts.too_big),
-            ):
-                if n:
-                    self.counts.pruned[rule] = self.counts.pruned.get(rule, 0) + n
+            sketch = sizer.sketch()
+            if sketch is not None:
+                sizers.append((sketch, sizer))
+            else:
+                self._count(sizer)
+        sizers.sort(key=lambda s: (s[0].cost.seconds, s[0].skeleton.key))
+        out: list[Instance] = []
+        for position, (sketch, sizer) in enumerate(sizers):
+            promising = sketch.cost.seconds < PROMISING * sizers[0][0].cost.seconds
+            out += (
+                sizer.best(SIZES_KEPT) if promising and position < self.space.descents else [sketch]
+            )
+            self._count(sizer)
         out.sort(key=lambda i: (i.cost.seconds, repr(i.sizes)))
         return out
+
+    def _count(self, sizer: Sizer) -> None:
+        self.instances += sizer.counts.tried
+        for rule, n in (("malformed", sizer.counts.malformed), ("capacity", sizer.counts.too_big)):
+            if n:
+                self.counts.pruned[rule] = self.counts.pruned.get(rule, 0) + n
 
     # -- the whole -------------------------------------------------------------------------------
     def run(self) -> SearchResult:
@@ -166,7 +186,9 @@ class _Search:
         return ranked
 
     def _choices(self, cover: Cover) -> Iterator[tuple[dict[int, Instance], str]]:
-        """The best instance everywhere, then one interval varied at a time, its skeletons in turn."""
+        """The best instance everywhere, then one interval varied at a time, its skeletons in
+        turn.
+        """
         best = {id(i): i.instances[0] for i in cover.intervals if i.instances}
         yield best, _note(best.values())
         for interval in cover.intervals:
@@ -233,8 +255,8 @@ def search(
 ) -> SearchResult:
     """Candidates for a program, best predicted first; the program itself is always candidate 0.
 
-    Deterministic for one input, machine, space and seed, unless a limit of `budget` stops it. Never times anything
-    and never judges its own results. On Ctrl-C it returns what it has.
+    Deterministic for one input, machine, space and seed, unless a limit of `budget` stops it. Never
+    times anything and never judges its own results. On Ctrl-C it returns what it has.
     """
     return _Search(
         graph, machine, space or Space(), budget or Budget(), seed, progress or Silent()

@@ -1,9 +1,10 @@
-"""Small exact arithmetic for the search's bank: arrays over two prime fields, so that equal tensors look equal.
+"""Small exact arithmetic for the search's bank: arrays over two prime fields, so that equal tensors
+look equal.
 
-A value is a pair of residue arrays (mod p, mod q) with q | p - 1, as in Mirage (OSDI'25, section 5): exp maps the
-q-part to a power of an element of order q. Functions without laws are keyed mixing functions: equal arguments give
-equal results, and nothing else does but by chance (about 2^-30 an element). Only the search uses this; the judges have
-an algebra of their own.
+A value is a pair of residue arrays (mod p, mod q) with q | p - 1, as in Mirage (OSDI'25, section
+5): exp maps the q-part to a power of an element of order q. Functions without laws are keyed mixing
+functions: equal arguments give equal results, and nothing else does but by chance (about 2^-30 an
+element). Only the search uses this; the judges have an algebra of their own.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def _order(a: Pair) -> Array:
 
 
 def peak(a: Pair, axis: int) -> Pair:
-    """Maximum along an axis that stays: whole elements are picked by a fixed total order (a semilattice)."""
+    """Maximum along an axis that stays: whole elements are picked by a fixed total order (a
+    semilattice).
+    """
     at = np.argmax(_order(a), axis=axis, keepdims=True)
     q = None if a[1] is None else np.take_along_axis(a[1], at, axis)
     return np.take_along_axis(a[0], at, axis), q

@@ -1,9 +1,11 @@
 """Cutting a program into segments by dynamic programming, evaluated lazily.
 
-Operators are put in one topological order; a segment is an interval of it. The cheapest cover is a shortest path over
-the positions. Searching every interval would be wasteful, so the path is first computed with lower bounds (the
-roofline of each interval), the intervals on it are searched, and this repeats until a path with no bound left is the
-shortest: it is then the optimum over intervals. At any moment the best path of searched intervals is an answer.
+Operators are put in one topological order; a segment is an interval of it. The cheapest cover is a
+shortest path over the positions. Searching every interval would be wasteful, so the path is first
+computed with lower bounds (the roofline of each interval), the intervals on it are searched, and
+this repeats until a path with no bound left is the
+shortest: it is then the optimum over intervals. At any moment the best path of searched intervals
+is an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Interval:
     """Operators i..j-1 of the order as one kernel (or a kernel and its combining kernel).
 
     Attributes:
-        segment: what is searched, or None where it must stay a single predefined operator or a view.
+        segment: what is searched, or None where it must stay a single predefined operator or a
+            view.
         bound: seconds that it takes at least.
         instances: ranked results once searched (None before).
         seconds: cost of the best choice once known.
@@ -172,7 +175,9 @@ class Partition:
     def solve(
         self, search: Callable[[Interval], Sequence[Instance]], stop: Callable[[], bool]
     ) -> None:
-        """Search intervals until the shortest path has no unsearched interval, or `stop` says so."""
+        """Search intervals until the shortest path has no unsearched interval, or `stop` says
+        so.
+        """
         while not stop():
             cover = self.shortest(known_only=False)
             if cover is None:
@@ -188,7 +193,9 @@ class Partition:
     def assemble(
         self, cover: Cover, choice: Callable[[Interval], Instance | None]
     ) -> tuple[Node, ...]:
-        """The program's outputs with each interval replaced by the chosen instance (None: its own operators)."""
+        """The program's outputs with each interval replaced by the chosen instance (None: its own
+        operators).
+        """
         replaced: dict[Node, Node] = {}
         for interval in cover.intervals:
             instance = choice(interval)

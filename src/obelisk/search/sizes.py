@@ -1,7 +1,9 @@
-"""Choosing sizes for a skeleton by the cost model: coordinate descent over blocks, loop counts and splits.
+"""Choosing sizes for a skeleton by the cost model: coordinate descent over blocks, loop counts and
+splits.
 
-Choices come from the program's extents and the machine (cores, vector width), never from a list of shapes: tile
-extents that are powers of two or the whole axis, and block counts that fill the cores once or a few times.
+Choices come from the program's extents and the machine (cores, vector width), never from a list of
+shapes: tile extents that are powers of two or the whole axis, and block counts that fill the cores
+once or a few times.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from obelisk.search.axes import Axis, Segment
 from obelisk.search.skeleton import Sizes, Skeleton, instantiate
 
 GRID_AXES = 3
+LEAST_GAIN = 0.002  # a smaller predicted gain is noise of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,9 @@ class SizeCounts:
 
 
 def part_choices(extent: int, machine: Machine) -> list[int]:
-    """Numbers of parts worth trying for an axis: tiles of a power of two, and multiples of the core count."""
+    """Numbers of parts worth trying for an axis: tiles of a power of two, and multiples of the core
+    count.
+    """
     tiles = {1 << i for i in range(extent.bit_length())} | {extent}
     parts = {ceil_div(extent, t) for t in tiles}
     for waves in (1, 2, 4):
@@ -50,7 +55,9 @@ def part_choices(extent: int, machine: Machine) -> list[int]:
 
 
 def standalone(segment: Segment, results: Sequence[Node]) -> Graph:
-    """A segment's kernels as a graph for the cost model (inputs are whatever tensors the segment reads)."""
+    """A segment's kernels as a graph for the cost model (inputs are whatever tensors the segment
+    reads).
+    """
     return Graph(segment.leaves, tuple(results), ("",) * len(segment.leaves), ("",) * len(results))
 
 
@@ -132,22 +139,27 @@ class Sizer:
                 if sum(v > 1 for v in changed.values()) <= GRID_AXES:
                     yield replace(sizes, combine=tuple(changed.items()))
 
+    def sketch(self) -> Instance | None:
+        """The best starting point: a first opinion of the skeleton, at a handful of evaluations."""
+        found = [i for start in self.starts() if (i := self.evaluate(start)) is not None]
+        return min(found, key=_rank, default=None)
+
     def best(self, keep: int) -> list[Instance]:
-        """The cheapest assignments found by descent from each start, cheapest first."""
-        for start in self.starts():
-            here = self.evaluate(start)
-            improved = True
-            while improved and not self.stop():
-                improved = False
-                for move in self.moves(here.sizes if here else start):
-                    there = self.evaluate(move)
-                    if there and (here is None or there.cost.seconds < here.cost.seconds * 0.999):
-                        here, improved = there, True
-            if self.stop():
-                break
-        found = [i for i in self.known.values() if i is not None]
-        found.sort(key=lambda i: (i.cost.seconds, repr(i.sizes)))
-        return found[:keep]
+        """The cheapest assignments found by descent from the best start, cheapest first."""
+        here = self.sketch()
+        improved = here is not None
+        while improved and not self.stop():
+            improved = False
+            assert here is not None
+            for move in self.moves(here.sizes):
+                there = self.evaluate(move)
+                if there and there.cost.seconds < here.cost.seconds * (1 - LEAST_GAIN):
+                    here, improved = there, True
+        return sorted((i for i in self.known.values() if i is not None), key=_rank)[:keep]
+
+
+def _rank(instance: Instance) -> tuple[float, str]:
+    return instance.cost.seconds, repr(instance.sizes)
 
 
 def _blocks(node: Node) -> list[BlockGraph]:

@@ -1,12 +1,14 @@
-"""Skeletons: a kernel (or a kernel and its combining kernel) with its structure fixed and its sizes open.
+"""Skeletons: a kernel (or a kernel and its combining kernel) with its structure fixed and its sizes
+open.
 
-A skeleton is a straight-line list of steps over axes. `instantiate` gives it sizes (blocks per grid axis, loop count,
-parts of a split axis) and builds the block graphs; one skeleton serves every size, batch and machine.
+A skeleton is a straight-line list of steps over axes. `instantiate` gives it sizes (blocks per grid
+axis, loop count, parts of a split axis) and builds the block graphs; one skeleton serves every
+size, batch and machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +17,17 @@ from obelisk.ir import BlockBuilder, Node, Op
 from obelisk.ir import build as b
 from obelisk.ir.op import SizeScope
 from obelisk.search.axes import Axis, Dims, Segment
-from obelisk.search.synth import Schedule, Stage, Synthesis, Value
+from obelisk.search.synth import Synthesis
+from obelisk.search.value import Schedule, Stage, Value
 
 COMBINE_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One value: its operator and operands (indices of earlier steps; a leaf's number for a load)."""
+    """One value: its operator and operands (indices of earlier steps; a leaf's number for a
+    load).
+    """
 
     op: tuple[Any, ...]
     dims: Dims
@@ -130,7 +135,9 @@ def _renumber(step: tuple[Any, ...], index: Mapping[int, int]) -> tuple[Any, ...
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Blocks per grid axis of the first and of the combining kernel, loop iterations, parts of the split axis."""
+    """Blocks per grid axis of the first and of the combining kernel, loop iterations, parts of the
+    split axis.
+    """
 
     parts: tuple[tuple[Axis, int], ...] = ()
     loop: int = 1
@@ -142,7 +149,8 @@ class Sizes:
 def instantiate(skeleton: Skeleton, segment: Segment, sizes: Sizes) -> list[Node]:
     """The targets as results of block-graph launches on the segment's leaves.
 
-    Raises `MalformedGraph` or `ShapeError` when the sizes do not suit (short tiles that would meet differently).
+    Raises `MalformedGraph` or `ShapeError` when the sizes do not suit (short tiles that would meet
+    differently).
     """
     return _Builder(skeleton, segment, sizes).build()
 
@@ -217,7 +225,8 @@ class _Builder:
             dims = self.segment.dims[target]
             if leading:
                 value = b.reshape(value, value.shape[1:])
-            omap = [dims.index(a) for a, _ in grid] or [None]
+            omap: list[int | None] = [dims.index(a) for a, _ in grid]
+            omap = omap or [None]
             fmap = None
             if self.skeleton.steps[i].stage is Stage.LOOP and self.loop_axis in dims:
                 fmap = dims.index(self.loop_axis)
@@ -242,14 +251,17 @@ class _Builder:
     def _load(self, leaf: int) -> Node:
         tensor = self.segment.leaves[leaf]
         dims = self.segment.dims[tensor]
-        imap = [dims.index(a) if a in dims else None for a, _ in self.grid] or [None]
+        imap: list[int | None] = [dims.index(a) if a in dims else None for a, _ in self.grid]
+        imap = imap or [None]
         fmap = (
             dims.index(self.loop_axis) if self.loop_axis in dims and self.sizes.loop > 1 else None
         )
         return self.block.load(tensor, imap, fmap)
 
     def _size(self, axis: Axis) -> Node:
-        """The extent of an axis, named through a tensor that has it, so that it follows when sizes change."""
+        """The extent of an axis, named through a tensor that has it, so that it follows when sizes
+        change.
+        """
         for step in self.skeleton.steps:
             if step.op[0] == "load" and axis in step.dims:
                 load = self._load(step.op[1])
@@ -257,22 +269,23 @@ class _Builder:
         return b.const(float(self.segment.extents[axis]))
 
 
-_UNARY = {
-    Op.EXP: b.exp, Op.LOG: b.log, Op.SQRT: b.sqrt, Op.RSQRT: b.rsqrt, Op.SQUARE: b.square, Op.TANH: b.tanh,
-    Op.SIGMOID: b.sigmoid, Op.ERF: b.erf, Op.NEG: b.neg,
+_UNARY: dict[object, Callable[[Node], Node]] = {
+    Op.EXP: b.exp, Op.LOG: b.log, Op.SQRT: b.sqrt, Op.RSQRT: b.rsqrt, Op.SQUARE: b.square,
+    Op.TANH: b.tanh, Op.SIGMOID: b.sigmoid, Op.ERF: b.erf, Op.NEG: b.neg,
     "accum_sum": b.accum_sum, "accum_max": b.accum_max, "running_max": b.running_max,
 }  # fmt: skip
-_BINARY = {
-    Op.ADD: b.add, Op.SUB: b.sub, Op.MUL: b.mul, Op.DIV: b.div, Op.MAX: b.maximum, Op.MIN: b.minimum, Op.LESS: b.less,
-    "shift": b.sub, "accum_rescale": b.accum_rescale, Op.MATMUL: b.matmul,
+_BINARY: dict[object, Callable[[Node, Node], Node]] = {
+    Op.ADD: b.add, Op.SUB: b.sub, Op.MUL: b.mul, Op.DIV: b.div, Op.MAX: b.maximum,
+    Op.MIN: b.minimum, Op.LESS: b.less, Op.MATMUL: b.matmul, "shift": b.sub,
+    "accum_rescale": b.accum_rescale,
 }  # fmt: skip
 
 
 def _apply(name: object, args: list[Node]) -> Node:
     if name in _UNARY:
-        return _UNARY[name](args[0])  # type: ignore[index, operator, no-any-return]
+        return _UNARY[name](args[0])
     if name in _BINARY:
-        return _BINARY[name](args[0], args[1])  # type: ignore[index, operator, no-any-return]
+        return _BINARY[name](args[0], args[1])
     if name is Op.WHERE:
         return b.where(args[0], args[1], args[2])
     if name == "weigh":

@@ -1,4 +1,6 @@
-"""What a search is asked for and what it answers: spaces, budgets, candidates and counts, all frozen values."""
+"""What a search is asked for and what it answers: spaces, budgets, candidates and counts, all
+frozen values.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ class Space:
         online_softmax: offer running maxima where the program exponentiates.
         split_reductions: offer grids that split a reduced axis, with a second kernel that combines.
         values: most values kept in the bank of one skeleton.
+        descents: skeletons of a segment whose sizes are refined.
         keep: most candidates returned, the input graph included.
     """
 
@@ -29,6 +32,7 @@ class Space:
     online_softmax: bool = True
     split_reductions: bool = True
     values: int = 600
+    descents: int = 8
     keep: int = 12
 
     @property
@@ -48,7 +52,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A graph that the search believes equals the program, its predicted cost, and how it was found."""
+    """A graph that the search believes equals the program, its predicted cost, and how it was
+    found.
+    """
 
     graph: Graph
     cost: Cost

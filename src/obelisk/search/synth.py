@@ -1,21 +1,20 @@
-"""Bottom-up synthesis of one kernel for one schedule: the bank of values and the best derivation of the targets.
+"""Bottom-up synthesis of one kernel for one schedule: the bank of values and the best derivation of
+the targets.
 
-A *schedule* says which axes the grid cuts and which one the loop cuts. Under a schedule a block-level value is a
-tile whose dims are axes, known at a phase (before, in, or after the loop). Values are combined cheapest first; one is
-kept if its normal form can still become part of a target (`terms.Goal`), if it obeys the loop's rules, and if no
-equal value (by normal form, then by fingerprint over two prime fields) is in the bank at no more cost. Because the
-rules bound every exponent and every sum, the closure is finite: when the queue empties, the space of this schedule
-is exhausted within the value limit.
+A *schedule* says which axes the grid cuts and which one the loop cuts. Under a schedule a
+block-level value is a tile whose dims are axes, known at a phase (before, in, or after the loop).
+Values are combined cheapest first; one is kept if its normal form can still become part of a target
+(`terms.Goal`), if it obeys the loop's rules, and if no equal value (by normal form, then by
+fingerprint over two prime fields) is in the bank at no more cost. Because the rules bound every
+exponent and every sum, the closure is finite: when the queue empties, the space of this schedule is
+exhausted within the value limit.
 """
 
 from __future__ import annotations
 
-import enum
 import heapq
 import itertools
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -23,228 +22,28 @@ import numpy as np
 
 from obelisk.ir import Node, Op
 from obelisk.search import field as F
-from obelisk.search.axes import Axis, Dims, Segment, reduced_axis
-from obelisk.search.terms import Goal, Poly, Terms
-
-TINY = 4  # extent of every axis in the bank; a cut axis has 2 parts
-LEAD = 2  # leading array axes of a tile: blocks along the split axis, iterations of the loop
-LOOP_AT = 1
-COMBINED = -10  # `peak` of a value whose blocks were brought to one maximum
-
-
-class Stage(enum.IntEnum):
-    """When a value exists: before or in every iteration, in the loop, after it, in the second kernel."""
-
-    INVARIANT = 0
-    LOOP = 1
-    POST = 2
-    COMBINE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The axis that the loop cuts, and the inner axis that the grid splits (a second kernel combines its parts).
-
-    Grid axes over axes of the targets need no mention: cutting those changes no derivation, only sizes.
-    """
-
-    loop: Axis | None
-    split: Axis | None = None
-
-
-@dataclass(slots=True)
-class Value:
-    """One entry of the bank.
-
-    Attributes:
-        step: operator name and operand value ids (leaves: the leaf's number).
-        dims: axis of each tile dim (None: extent 1).
-        partial: a sum or maximum over this iteration's tile only ("sum", "max"), to be closed by an accumulator.
-        peak: id of the running maximum that it was shifted by, or -1.
-        open: "sum" or "max" if blocks along the split axis still have to be combined.
-        mask: bit set of the steps it needs; `cost` is their total weight.
-    """
-
-    id: int
-    step: tuple[Any, ...]
-    dims: Dims
-    phase: Stage
-    partial: str
-    peak: int
-    open: str
-    poly: Poly
-    data: F.Pair
-    mask: int
-    cost: float
-    gauge: bool = False
-
-
-@dataclass
-class Counts:
-    """What happened, by rule."""
-
-    states: int = 0
-    bank_hits: int = 0
-    pruned: dict[str, int] = field(default_factory=dict)
-
-    def prune(self, rule: str) -> None:
-        """Count one value dropped by a rule."""
-        self.pruned[rule] = self.pruned.get(rule, 0) + 1
-
-    def merge(self, other: Counts) -> None:
-        """Add another account."""
-        self.states += other.states
-        self.bank_hits += other.bank_hits
-        for k, n in other.pruned.items():
-            self.pruned[k] = self.pruned.get(k, 0) + n
-
+from obelisk.search.axes import Axis, Dims
+from obelisk.search.program import Program, aligned, apply_field, apply_poly
+from obelisk.search.terms import Poly
+from obelisk.search.value import COMBINED, LEAD, LOOP_AT, Counts, Schedule, Stage, Value
 
 _UNARY = (
-    Op.EXP, Op.LOG, Op.SQRT, Op.RSQRT, Op.SQUARE, Op.TANH, Op.SIGMOID, Op.ERF, Op.NEG,
-)  # fmt: skip
+    Op.EXP,
+    Op.LOG,
+    Op.SQRT,
+    Op.RSQRT,
+    Op.SQUARE,
+    Op.TANH,
+    Op.SIGMOID,
+    Op.ERF,
+    Op.NEG,
+)
 _LINEAR_UNARY = (Op.NEG,)
 _LAWLESS = (Op.LESS, Op.WHERE, Op.MAX, Op.MIN)
 _WEIGHT = {
-    Op.EXP: 12.0, Op.LOG: 12.0, Op.SQRT: 6.0, Op.RSQRT: 6.0, Op.TANH: 16.0, Op.SIGMOID: 14.0, Op.ERF: 16.0,
-    Op.DIV: 4.0,
+    Op.EXP: 12.0, Op.LOG: 12.0, Op.SQRT: 6.0, Op.RSQRT: 6.0, Op.TANH: 16.0, Op.SIGMOID: 14.0,
+    Op.ERF: 16.0, Op.DIV: 4.0,
 }  # fmt: skip
-
-
-class Program:
-    """A segment prepared for synthesis: normal forms and tiny field values of its leaves, nodes and targets."""
-
-    def __init__(self, segment: Segment, seed: int) -> None:
-        self.segment = segment
-        self.terms = Terms()
-        self.poly: dict[Node, Poly] = {}
-        self.tiny: dict[Node, F.Pair] = {}
-        self.raw_exponents: set[int] = set()  # what the program exponentiates, as it stands
-        self.exponents: dict[int, Poly] = {}  # the same without its shifts by maxima
-        rng = np.random.default_rng(seed)
-        for i, leaf in enumerate(segment.leaves):
-            dims = segment.dims[leaf]
-            shape = tuple(1 if a is None else TINY for a in dims)
-            self.tiny[leaf] = (rng.integers(1, F.P, shape), rng.integers(1, F.Q, shape))
-            self.poly[leaf] = self.terms.atom(
-                "leaf", i, free=frozenset(a for a in dims if a is not None)
-            )
-        for node in segment.nodes:
-            self._node(node)
-        # The program's own values are useful by definition: they keep its own derivation alive.
-        goals = [self.poly[n] for n in segment.nodes]
-        for argument in self.exponents.values():
-            goals.append(argument)
-            goals += [self.terms.peak(argument, a) for a in sorted(argument.axes & segment.reduced)]
-        self.goal = Goal(self.terms, goals)
-
-    def size_axis(self, node: Node) -> Axis | None:
-        """The axis whose extent a size node stands for (None: extent 1)."""
-        return self.segment.dims[node.inputs[0]][node.attrs.axis]
-
-    def _node(self, node: Node) -> None:
-        t = self.terms
-        if node.op is Op.CONST:
-            value = node.attrs.value
-            self.poly[node], self.tiny[node] = t.constant(value), F.scalar(value)
-            return
-        if node.op is Op.SIZE:
-            axis = self.size_axis(node)
-            self.poly[node] = (
-                t.constant(1.0) if axis is None else t.atom("size", axis, free=frozenset())
-            )
-            # Sizes stay symbols: axes of one extent today must not be confused.
-            self.tiny[node] = F.scalar(1.0 if axis is None else float(1_000_003 + 7919 * axis))
-            return
-        polys = [self.poly[i] for i in node.inputs]
-        if node.op is Op.EXP:
-            self.raw_exponents.add(polys[0].id)
-            bare = t.without_peaks(polys[0])
-            self.exponents[bare.id] = bare
-        axis = reduced_axis(node, self.segment.dims)
-        self.poly[node] = apply_poly(t, node.op, polys, axis)
-        args = [_aligned(self.tiny[i], 0, node.rank) for i in node.inputs]
-        at = node.attrs.axis if node.op in (Op.SUM, Op.REDUCE_MAX) else 0
-        self.tiny[node] = apply_field(node.op, args, at)
-
-
-def _aligned(x: F.Pair, lead: int, rank: int) -> F.Pair:
-    def one(a: Any) -> Any:
-        own = a.ndim - lead
-        return (
-            a if own >= rank else a.reshape(a.shape[:lead] + (1,) * (rank - own) + a.shape[lead:])
-        )
-
-    return one(x[0]), None if x[1] is None else one(x[1])
-
-
-def apply_poly(t: Terms, op: Op, a: list[Poly], axis: Axis | None) -> Poly:
-    """The normal form of one operator's result."""
-    match op:
-        case Op.ADD:
-            return t.add(a[0], a[1])
-        case Op.SUB:
-            return t.add(a[0], a[1], -1)
-        case Op.NEG:
-            return t.mul(t.constant(-1.0), a[0])
-        case Op.MUL:
-            return t.mul(a[0], a[1])
-        case Op.SQUARE:
-            return t.mul(a[0], a[0])
-        case Op.DIV:
-            return t.mul(a[0], t.inverse(a[1]))
-        case Op.RSQRT:
-            return t.inverse(t.function("sqrt", a[0]))
-        case Op.EXP:
-            return t.exp(a[0])
-        case Op.SUM:
-            return a[0] if axis is None else t.sum(a[0], axis)
-        case Op.REDUCE_MAX:
-            return a[0] if axis is None else t.peak(a[0], axis)
-        case Op.MATMUL:
-            product = t.mul(a[0], a[1])
-            return product if axis is None else t.sum(product, axis)
-        case Op.CAST:
-            return a[0]
-        case Op.MAX | Op.MIN:
-            return t.function(op.value, *sorted(a, key=lambda p: p.id))
-        case _:
-            return t.function(op.value, *a)
-
-
-def apply_field(op: Op, a: list[F.Pair], axis: int) -> F.Pair:
-    """The field meaning of one operator; `axis` is the array axis of a reduction."""
-    match op:
-        case Op.ADD:
-            return F.linear(a[0], a[1], 1)
-        case Op.SUB:
-            return F.linear(a[0], a[1], -1)
-        case Op.NEG:
-            return F.linear((np.zeros(1, np.int64), np.zeros(1, np.int64)), a[0], -1)
-        case Op.MUL:
-            return F.mul(a[0], a[1])
-        case Op.SQUARE:
-            return F.mul(a[0], a[0])
-        case Op.DIV:
-            return F.div(a[0], a[1])
-        case Op.RSQRT:
-            return F.div(F.scalar(1.0), F.function(zlib.crc32(b"sqrt"), a[0]))
-        case Op.EXP:
-            return F.exp(a[0])
-        case Op.SUM:
-            return F.total(a[0], axis)
-        case Op.REDUCE_MAX:
-            return F.peak(a[0], axis)
-        case Op.MATMUL:
-            return F.matmul(a[0], a[1])
-        case Op.CAST:
-            return a[0]
-        case Op.MAX | Op.MIN:
-            lo, hi = F.larger(a[0], a[1]), a
-            return (
-                lo if op is Op.MAX else F.function(17, F.linear(F.linear(hi[0], hi[1], 1), lo, -1))
-            )
-        case _:
-            return F.function(zlib.crc32(op.value.encode()), *a)
 
 
 class Synthesis:
@@ -287,7 +86,9 @@ class Synthesis:
 
     # -- tiles -----------------------------------------------------------------------------------
     def scatter(self, x: F.Pair, dims: Dims) -> F.Pair:
-        """A whole tiny tensor cut by the schedule: leading axes for the grid and the loop, then the tile."""
+        """A whole tiny tensor cut by the schedule: leading axes for the grid and the loop, then the
+        tile.
+        """
 
         def cut(a: Any) -> Any:
             shape: list[int] = []
@@ -444,9 +245,7 @@ class Synthesis:
             if self.schedule.loop is None:
                 phase = Stage.INVARIANT
             weight = self.work(dims, None, phase) * 0.5
-            self.offer(
-                ("load", i), (), dims, phase, self.program.poly[leaf], weight, lambda d=data: d
-            )
+            self.offer(("load", i), (), dims, phase, self.program.poly[leaf], weight, _given(data))
         for node in self.segment.nodes:
             if node.op is Op.CONST:
                 step: tuple[Any, ...] = ("const", node.attrs.value)
@@ -456,7 +255,10 @@ class Synthesis:
             else:
                 continue
             data = self.program.tiny[node]
-            lead = tuple(None if x is None else x.reshape((1,) * LEAD) for x in data)
+            lead = (
+                data[0].reshape((1,) * LEAD),
+                None if data[1] is None else data[1].reshape((1,) * LEAD),
+            )
             self.offer(
                 step,
                 (),
@@ -464,8 +266,8 @@ class Synthesis:
                 Stage.INVARIANT,
                 self.program.poly[node],
                 0.0,
-                lambda d=lead: d,
-                gauge=True,  # type: ignore[arg-type,misc]
+                _given(lead),
+                gauge=True,
             )
 
     def _expand(self, v: Value) -> None:
@@ -495,11 +297,13 @@ class Synthesis:
             self._emit(op, (v,), v.dims, None, v.peak)
 
     def _may_exponentiate(self, v: Value) -> bool:
-        """exp only of what the program itself exponentiates, or of a value shifted by its maximum."""
+        """exp only of what the program itself exponentiates, or of a value shifted by its
+        maximum.
+        """
         return (self.raw and v.poly.id in self.program.raw_exponents) or self._is_shifted(v)
 
     def _is_shifted(self, v: Value) -> bool:
-        return v.step[0] == "shift"
+        return bool(v.step[0] == "shift")
 
     def _reductions(self, v: Value) -> None:
         sums = Op.SUM in self._ops or Op.MATMUL in self._ops
@@ -517,14 +321,26 @@ class Synthesis:
                 self._reduce(Op.REDUCE_MAX, v, d, axis, dims)
 
     def _fold_blocks(self, v: Value, d: int) -> None:
-        """Second kernel: sum the blocks' parts. The normal form does not tell parts from the whole."""
+        """Second kernel: sum the blocks' parts. The normal form does not tell parts from the
+        whole.
+        """
         if v.partial == "sum" and v.peak in (-1, COMBINED):
             dims = (*v.dims[:d], None, *v.dims[d + 1 :])
-            self.offer((Op.SUM, v.id, d), (v,), dims, v.phase, v.poly, self.work(v.dims, None, v.phase) * 8,
-                       lambda: F.total(v.data, LEAD + d), peak=v.peak)  # fmt: skip
+            self.offer(
+                (Op.SUM, v.id, d),
+                (v,),
+                dims,
+                v.phase,
+                v.poly,
+                self.work(v.dims, None, v.phase) * 8,
+                lambda: F.total(v.data, LEAD + d),
+                peak=v.peak,
+            )
 
     def _cross(self, v: Value) -> None:
-        """Store the blocks' parts and read them in a second kernel, where the blocks are a leading dim."""
+        """Store the blocks' parts and read them in a second kernel, where the blocks are a leading
+        dim.
+        """
         if (
             self.schedule.split is None
             or v.partial
@@ -533,12 +349,20 @@ class Synthesis:
         ):
             return
         # (blocks, 1, tile...) -> (1, 1, blocks, tile...)
-        data = tuple(
-            None if x is None else x.reshape((1, 1, x.shape[0], *x.shape[LEAD:])) for x in v.data
-        )
+        p, q = v.data
+        data = (_led(p), None if q is None else _led(q))
         dims = (self._pseudo, *v.dims)
-        self.offer(("cross", v.id), (v,), dims, Stage.COMBINE, v.poly, 16 * self.work(v.dims, None, v.phase),
-                   lambda: data, partial=v.open, peak=v.peak)  # type: ignore[arg-type,return-value]  # fmt: skip
+        self.offer(
+            ("cross", v.id),
+            (v,),
+            dims,
+            Stage.COMBINE,
+            v.poly,
+            16 * self.work(v.dims, None, v.phase),
+            _given(data),
+            partial=v.open,
+            peak=v.peak,
+        )
 
     def _weigh(self, v: Value, m: Value) -> None:
         """v * exp(m - max over blocks of m), m the maximum that each block shifted v by."""
@@ -557,8 +381,17 @@ class Synthesis:
             a, b = _both(v, m)
             return F.mul(a, F.exp(F.linear(b, F.peak(b, LEAD), -1)))
 
-        self.offer(("weigh", v.id, m.id), (v, m), v.dims, v.phase, v.poly,
-                   16 * self.work(v.dims, None, v.phase), compute, partial="sum", peak=COMBINED)  # fmt: skip
+        self.offer(
+            ("weigh", v.id, m.id),
+            (v, m),
+            v.dims,
+            v.phase,
+            v.poly,
+            16 * self.work(v.dims, None, v.phase),
+            compute,
+            partial="sum",
+            peak=COMBINED,
+        )
 
     def _reduce(self, op: Op, v: Value, d: int, axis: Axis, dims: Dims) -> None:
         t = self.terms
@@ -597,16 +430,42 @@ class Synthesis:
             ):
                 if name == "running_max" and not self.online:
                     continue
-                self.offer((name, v.id), (v,), v.dims, phase, v.poly, weight, compute, open_fold=v.open,
-                           peak=-2 if phase is Stage.LOOP else -1)  # fmt: skip
+                self.offer(
+                    (name, v.id),
+                    (v,),
+                    v.dims,
+                    phase,
+                    v.poly,
+                    weight,
+                    compute,
+                    open_fold=v.open,
+                    peak=-2 if phase is Stage.LOOP else -1,
+                )
             return
         if v.peak >= 0:
             m = self.values[v.peak]
-            self.offer(("accum_rescale", v.id, m.id), (v, m), v.dims, Stage.POST, v.poly, weight * 3,
-                       lambda: _rescaled(v.data, m.data, loop_axis), peak=m.id, open_fold=v.open)  # fmt: skip
+            self.offer(
+                ("accum_rescale", v.id, m.id),
+                (v, m),
+                v.dims,
+                Stage.POST,
+                v.poly,
+                weight * 3,
+                lambda: _rescaled(v.data, m.data, loop_axis),
+                peak=m.id,
+                open_fold=v.open,
+            )
             return
-        self.offer(("accum_sum", v.id), (v,), v.dims, Stage.POST, v.poly, weight,
-                   lambda: F.total(v.data, loop_axis), open_fold=v.open)  # fmt: skip
+        self.offer(
+            ("accum_sum", v.id),
+            (v,),
+            v.dims,
+            Stage.POST,
+            v.poly,
+            weight,
+            lambda: F.total(v.data, loop_axis),
+            open_fold=v.open,
+        )
 
     # -- pairs -----------------------------------------------------------------------------------
     def _pair(self, a: Value, b: Value) -> None:
@@ -640,9 +499,17 @@ class Synthesis:
             return
         running = b.peak == -2
         phase = max(a.phase, b.phase)
-        self.offer(("shift", a.id, b.id), (a, b), dims, phase, self.terms.add(a.poly, b.poly, -1),
-                   self.work(dims, None, phase), lambda: F.linear(*_both(a, b), -1),
-                   peak=b.id if running or b.open else -1, gauge=True)  # fmt: skip
+        self.offer(
+            ("shift", a.id, b.id),
+            (a, b),
+            dims,
+            phase,
+            self.terms.add(a.poly, b.poly, -1),
+            self.work(dims, None, phase),
+            lambda: F.linear(*_both(a, b), -1),
+            peak=b.id if running or b.open else -1,
+            gauge=True,
+        )
 
     def _elementwise(self, a: Value, b: Value, dims: Dims) -> None:
         ops = self._ops
@@ -656,7 +523,9 @@ class Synthesis:
             self._sum_pair(Op.SUB, a, b, dims)
 
     def _templates(self, v: Value) -> None:
-        """Operators without laws: only as the program applies them, on values equal to its operands."""
+        """Operators without laws: only as the program applies them, on values equal to its
+        operands.
+        """
         for node in self._lawless:
             polys = [self.program.poly[i] for i in node.inputs]
             if v.poly not in polys:
@@ -672,7 +541,9 @@ class Synthesis:
                     self._emit(node.op, operands, dims, None, -1)
 
     def _linear_pair(self, op: Op, a: Value, b: Value, dims: Dims) -> None:
-        """A product or quotient. Against a partial sum the other factor must not vary over what is still to be summed."""
+        """A product or quotient. Against a partial sum the other factor must not vary over what is
+        still to be summed.
+        """
         for x, y in ((a, b), (b, a)):
             if x.partial and (
                 self.schedule.loop in y.dims if x.phase is Stage.LOOP else self._pseudo in y.dims
@@ -696,7 +567,9 @@ class Synthesis:
         return self.schedule.split in v.dims if self.schedule.split is not None else False
 
     def _joint_peak(self, op: Op, a: Value, b: Value) -> int | None:
-        """The shift of a product; a quotient of equally shifted values has none; two shifts do not multiply."""
+        """The shift of a product; a quotient of equally shifted values has none; two shifts do not
+        multiply.
+        """
         if a.peak == -1 and b.peak == -1:
             return -1
         if op is Op.DIV:
@@ -734,9 +607,14 @@ class Synthesis:
             return
         looped = axis == self.schedule.loop
         self._emit(
-            Op.MATMUL, (a, b), dims, axis, peak, partial="sum" if looped else "",
+            Op.MATMUL,
+            (a, b),
+            dims,
+            axis,
+            peak,
+            partial="sum" if looped else "",
             open_fold=a.open or b.open or ("sum" if axis == self.schedule.split else ""),
-        )  # fmt: skip
+        )
 
     def _emit(
         self,
@@ -769,7 +647,7 @@ class Synthesis:
             phase,
             poly,
             unit * self.work(dims, axis, phase),
-            lambda: apply_field(op, [_aligned(v.data, LEAD, len(dims)) for v in operands], 0),
+            lambda: apply_field(op, [aligned(v.data, LEAD, len(dims)) for v in operands], 0),
             partial=partial,
             peak=peak,
             open_fold=open_fold,
@@ -802,6 +680,16 @@ class Synthesis:
         return best
 
 
+def _led(x: Any) -> Any:
+    """The blocks' axis as the tile's first dim."""
+    return x.reshape((1, 1, x.shape[0], *x.shape[LEAD:]))
+
+
+def _given(data: F.Pair) -> Callable[[], F.Pair]:
+    """Values that are known already."""
+    return lambda: data
+
+
 def _meet(a: Value, b: Value) -> bool:
     """True if two values exist at one time. Scalars (constants, sizes) exist everywhere."""
     if a.phase is b.phase:
@@ -814,7 +702,7 @@ def _meet(a: Value, b: Value) -> bool:
 
 def _both(a: Value, b: Value) -> tuple[F.Pair, F.Pair]:
     rank = max(len(a.dims), len(b.dims))
-    return _aligned(a.data, LEAD, rank), _aligned(b.data, LEAD, rank)
+    return aligned(a.data, LEAD, rank), aligned(b.data, LEAD, rank)
 
 
 def _broadcast(a: Dims, b: Dims) -> Dims | None:

@@ -1,14 +1,16 @@
 """Normal forms of tensor expressions, and the test whether one can still become part of a goal.
 
-A value is a polynomial: a sum of monomials with rational coefficients. A monomial is a product of powers of
-factors; a factor is an atom (an input, a function of a polynomial) or a *sum component*, the sum over some axes of a
-product of factors that those axes connect. Pulling out what an axis does not touch makes the form unique for
-the laws that matter here: associativity, commutativity, distributivity, motion of factors and divisors through sums,
-splitting of sums, exp of a sum as a product. Which part of an axis (tile, loop, grid) was summed is not recorded.
+A value is a polynomial: a sum of monomials with rational coefficients. A monomial is a product of
+powers of factors; a factor is an atom (an input, a function of a polynomial) or a *sum component*,
+the sum over some axes of a product of factors that those axes connect. Pulling out what an axis
+does not touch makes the form unique for the laws that matter here: associativity, commutativity,
+distributivity, motion of factors and divisors through sums, splitting of sums, exp of a sum as a
+product. Which part of an axis (tile, loop, grid) was summed is not recorded.
 
-The form only steers the search; what the search returns is judged elsewhere. The pruning rule follows the
-abstract expressions of Mirage (OSDI'25, section 4.2), made index-aware, so that it also rejects sums that come too
-early; there is no cancellation, so a prefix survives only if it can be part of the goal as it stands.
+The form only steers the search; what the search returns is judged elsewhere. The pruning rule
+follows the abstract expressions of Mirage (OSDI'25, section 4.2), made index-aware, so that it also
+rejects sums that come too early; there is no cancellation, so a prefix survives only if it can be
+part of the goal as it stands.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Poly:
 
 
 class Terms:
-    """An arena of factors and polynomials. All arithmetic is memoised; nothing is shared between arenas."""
+    """An arena of factors and polynomials. All arithmetic is memoised; nothing is shared between
+    arenas.
+    """
 
     MOST_TERMS = (
         48  # a larger polynomial becomes an opaque atom: it can still be matched as a whole
@@ -73,7 +77,9 @@ class Terms:
         return self.poly({((self.factor(kind, free), Fraction(1)),): Fraction(1)})
 
     def constant(self, value: float) -> Poly:
-        """A constant; 0 and 1 are the field's, others are atoms (so that powers of them stay bounded)."""
+        """A constant; 0 and 1 are the field's, others are atoms (so that powers of them stay
+        bounded).
+        """
         if value in (0.0, 1.0, -1.0):
             return self.poly({ONE: Fraction(int(value))})
         return self.atom("const", value, free=frozenset())
@@ -93,12 +99,11 @@ class Terms:
         """a * b."""
         key = ("*", min(a.id, b.id), max(a.id, b.id))
         if key not in self._memo:
-            if (
-                len(a.terms) > 1
-                and len(b.terms) > 1
-                or len(a.terms) * len(b.terms) > self.MOST_TERMS
-            ):
-                # Two sums are not multiplied out: the expansion has many parts that no kernel wants.
+            if (len(a.terms) > 1 and len(b.terms) > 1) or len(a.terms) * len(
+                b.terms
+            ) > self.MOST_TERMS:
+                # Two sums are not multiplied out: the expansion has many parts that no kernel
+                # wants.
                 first, second = sorted((a, b), key=lambda x: x.id)
                 self._memo[key] = self.atom(
                     "product", first.id, second.id, (first, second), free=a.axes | b.axes
@@ -141,7 +146,8 @@ class Terms:
             kind = self.kind[f]
             if kind[0] == "component" and e == 1:
                 bound, inner = kind[1], kind[2]
-                assert isinstance(bound, frozenset) and isinstance(inner, tuple)
+                assert isinstance(bound, frozenset)
+                assert isinstance(inner, tuple)
                 clash = bound & axes
                 if clash:  # two sums over one axis: rename one, bound names are local
                     bound, inner = self._rename(bound, inner, clash)
@@ -194,7 +200,9 @@ class Terms:
         return self.atom("peak", frozenset({axis}), a.id, a, free=a.axes - {axis})
 
     def mass(self, a: Poly) -> Fraction | None:
-        """How many atoms a monomial is made of, powers counted, gauge aside; None for a longer polynomial."""
+        """How many atoms a monomial is made of, powers counted, gauge aside; None for a longer
+        polynomial.
+        """
         return self._mass(a.terms[0][0]) if len(a.terms) == 1 else None
 
     def _mass(self, mono: Mono) -> Fraction:
@@ -207,7 +215,9 @@ class Terms:
         return total
 
     def cancels(self, result: Poly, *operands: Poly) -> bool:
-        """True if a product, quotient or sum of monomials undid a factor: its mass is not that of its operands."""
+        """True if a product, quotient or sum of monomials undid a factor: its mass is not that of
+        its operands.
+        """
         masses = [self.mass(a) for a in operands]
         got = self.mass(result)
         if got is None or any(m is None for m in masses):
@@ -303,7 +313,9 @@ class Goal:
                     self._factors(((kind[3], Fraction(1)),))  # type: ignore[arg-type]
 
     def useful(self, poly: Poly) -> bool:
-        """True if some context contains `poly` times one cofactor (a product, sums over axes included)."""
+        """True if some context contains `poly` times one cofactor (a product, sums over axes
+        included).
+        """
         known = self._useful.get(poly.id)
         if known is None:
             known = self._useful[poly.id] = self._test(poly)
@@ -332,7 +344,9 @@ class Goal:
         return False
 
     def _leftovers(self, v: Mono, t: Mono) -> Iterator[object]:
-        """What is left of t for each way in which v can be completed to it, nothing being undone."""
+        """What is left of t for each way in which v can be completed to it, nothing being
+        undone.
+        """
         arena = self.arena
         slots: dict[int, Fraction] = {}
         components: list[tuple[frozenset[Axis], dict[int, Fraction]]] = []
