@@ -53,6 +53,11 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self.generation = 0
 
+    @property
+    def running(self) -> bool:
+        """Whether a worker is up (one that died unnoticed counts)."""
+        return self._process is not None
+
     def start(self) -> None:
         """Make sure a worker is up."""
         if self._process is not None:

@@ -31,6 +31,8 @@ from obelisk.tune.types import Contender, Measured, Status, TuneItem, TuneReport
 _CHECK_SHARE = 0.6  # of the budget at most for checking, the rest for the race
 _BATCH_SECONDS = 1e-3  # a sample lasts at least so long: 10^4 times the clock's step
 _SAMPLES = 3
+_LEAST_LIMIT, _LIMIT_OF_OWN = 2.0, 50.0  # a hang is 50 times the program's own time and 2 s
+_PATIENCE_WITH_OWN = 6
 _SETTLE_LIBRARY, _SETTLE_PYTHON = 0.002, 0.03  # OpenBLAS threads spin for about 27 ms after work
 _STREAMED_SHARE = 0.25  # of the last-level cache: inputs larger than this come from memory in use
 _SPAN = 4  # consecutive calls read inputs of this many last-level caches before any comes again
@@ -74,13 +76,15 @@ def tune(
             kernels and wins ties.
         contenders: Python baselines, checked and timed in the same process and rounds; they cannot
             win.
-        budget_seconds: wall time for checks and race. The reference comes on top, and so does each
+        budget_seconds: wall time for checks and race. The reference and the start of the worker
+            come on top, and so does each
             contender's own preparation (bounded by its `limit_seconds`).
         threads: passed to every call.
         seed: of the inputs and of the order within rounds.
         progress: gets stage "tune" with `done`, `of`, `ok`, then stage "race" with `round`,
             `alive`, `best_us`.
-        limit_seconds: a checked call that takes longer counts as a hang.
+        limit_seconds: a checked call that takes longer counts as a hang; six times as long is
+            allowed to item 0, and less to the others once its time is known (docs/tune.md).
 
     Returns the report, also when no item is right, when the budget ends early, and on Ctrl-C.
     Raises `UserError` for a budget or thread count that is not positive, or a contender that no
@@ -133,9 +137,10 @@ class _Tuning:
                         f"inputs have deviation {self.scale:g}: "
                         "at 1 the program overflows in its own dtypes"
                     )
+                bench.child.start()
                 begin = time.monotonic()
                 self._check_all(bench, begin + _CHECK_SHARE * budget)
-                self._race(bench, begin, budget)
+                self._race(bench, budget - (time.monotonic() - begin))
         except KeyboardInterrupt:
             interrupted = True
             self.notes.append("interrupted: this is the best found until then")
@@ -158,6 +163,8 @@ class _Tuning:
                 self.notes.append("the time budget ended before every item was checked")
                 break
             self._check(bench, key, item)
+            if key == 0 and (own := self.states[0].seconds) is not None:
+                bench.limit = min(bench.limit, max(_LEAST_LIMIT, _LIMIT_OF_OWN * own))
             good = sum(s.status is Status.OK for s in self.states)
             self.progress.update("tune", {"done": key + 1, "of": len(self.items), "ok": good})
             state = self.states[key]
@@ -165,6 +172,19 @@ class _Tuning:
                 logger("tune").info("%s: %s, %s", item.name, state.status.value, state.detail)
 
     def _check(self, bench: Bench, key: int, item: TuneItem) -> None:
+        used = bench.child.running
+        self._check_once(bench, key, item)
+        if self.states[key].status is Status.CRASH and used:
+            # Perhaps an earlier candidate left the process damaged: ask again in a fresh one.
+            first = self.states[key].detail
+            self.states[key] = _State(item.name)
+            self._check_once(bench, key, item)
+            if self.states[key].status is Status.OK:
+                self.notes.append(
+                    f"{item.name}: right in a fresh process; in one that others had used, {first}"
+                )
+
+    def _check_once(self, bench: Bench, key: int, item: TuneItem) -> None:
         state = self.states[key]
         if (why := _interface(self.program, item.graph)) or not item.library.is_file():
             state.fell(Status.UNLOADABLE, why or f"there is no file {item.library}")
@@ -204,7 +224,9 @@ class _Tuning:
         self._load(bench, key, item)
         bench.put(which)
         bench.blank(turn, item.scratch_bytes)
-        answer = bench.child.ask(bench.limit, "run", key=key)
+        # The report needs the time of the program's own kernels however slow they are.
+        limit = bench.limit * (_PATIENCE_WITH_OWN if key == 0 else 1)
+        answer = bench.child.ask(limit, "run", key=key)
         if answer["code"]:
             raise Fallen(Status.REFUSED, f"it returned {answer['code']}")
         if text := bench.broken(item.scratch_bytes):
@@ -229,15 +251,15 @@ class _Tuning:
 
     # --- the race ---
 
-    def _race(self, bench: Bench, begin: float, budget: float) -> None:
+    def _race(self, bench: Bench, budget: float) -> None:
         """Race everyone who is right, in one fresh worker that no bad candidate has touched."""
         self._choose_copies()
         bench.child.stop()
-        left = max(budget - (time.monotonic() - begin), 0.0)
         n = len(self.items)
         for key in range(n, len(self.states)):
             self._admit(bench, key)
-        deadline = time.monotonic() + left
+        bench.child.start()
+        deadline = time.monotonic() + budget
         for key, state in enumerate(self.states):
             if state.status is Status.OK and (key == 0 or time.monotonic() < deadline):
                 self._probe(bench, key)

@@ -27,9 +27,9 @@ class Status(enum.Enum):
     INCOMPLETE = "incomplete"  # elements of an output were never written
     OVERRUN = "overrun"  # bytes outside an output or the scratch area were changed
     STALE = "stale"  # right in a fresh process, wrong after other calls: it keeps state
-    CRASH = "crash"  # its process ended, by a signal or by exit, or it raised
+    CRASH = "crash"  # its process ended, by a signal or by exit
     HANG = "hang"  # it did not return within the time limit
-    REFUSED = "refused"  # it returned a code other than 0
+    REFUSED = "refused"  # it returned a code other than 0, or raised a Python exception
     UNLOADABLE = "unloadable"  # no such library, symbol, module or interface
     UNTRIED = "untried"  # the time or the user's patience ended first
 
