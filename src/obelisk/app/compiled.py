@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,15 @@ from obelisk.machine import host
 from obelisk.verify import JudgeResult, Verdict, VerdictKind
 
 FORMAT = 1
+# What zipfile raises for damage, depending on where it is.
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+)
 LIBRARY = "library.so"
 _META, _SOURCE, _PROGRAM, _CHOSEN = (
     "meta.json", "source.c", "program.txt", "chosen.txt",
@@ -213,6 +223,6 @@ def load(path: str | Path) -> Compiled:
     try:
         with zipfile.ZipFile(path) as file:
             files = {name: file.read(name) for name in file.namelist()}
-    except (OSError, zipfile.BadZipFile) as error:
+    except (*_DAMAGE, OSError) as error:
         raise ParseError(f"{path} does not read as a compiled program: {error}") from error
     return materialise(unpack(files, str(path)))

@@ -21,6 +21,7 @@ from obelisk.ir.jsonform import from_json, to_json
 from obelisk.tune import Contender, Setup
 
 Call = Callable[[], Any]
+START_LIMIT = 60.0  # seconds for a library to be imported and to answer once
 COMPILE_LIMIT = 180.0  # seconds for torch.compile to compile a program
 
 NUMPY, EAGER, COMPILED, SDPA = "numpy", "torch", "torch.compile", "torch.sdpa"
@@ -29,9 +30,12 @@ QUICK = (NUMPY, EAGER)  # what `optimize` compares with; the rest is for `bench`
 
 
 def contenders(
-    graph: Graph, names: Sequence[str] = QUICK
+    graph: Graph, names: Sequence[str] = QUICK, start_seconds: float = START_LIMIT
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders called `names` for a program, and for those that cannot be: why."""
+    """The contenders called `names` for a program, and for those that cannot be: why.
+
+    `start_seconds` limits how long one may take to start (torch.compile has its own limit).
+    """
     program = program_of(graph)
     payload: Any = program.name if program else to_json(graph)
     absent: dict[str, str] = {}
@@ -45,20 +49,20 @@ def contenders(
         elif name == SDPA and (program is None or program.sdpa is None):
             absent[name] = "not an attention that the call covers"
         else:
-            found.append(_contender(name, payload))
+            found.append(_contender(name, payload, start_seconds))
     return found, absent
 
 
-def _contender(name: str, payload: Any) -> Contender:
+def _contender(name: str, payload: Any, limit: float) -> Contender:
     match name:
         case "numpy":
-            return Contender(name, numpy_calls, payload)
+            return Contender(name, numpy_calls, payload, limit)
         case "torch":
-            return Contender(name, torch_calls, payload)
+            return Contender(name, torch_calls, payload, limit)
         case "torch.compile":
             return Contender(name, compiled_calls, payload, COMPILE_LIMIT)
         case _:
-            return Contender(name, sdpa_calls, payload)
+            return Contender(name, sdpa_calls, payload, limit)
 
 
 def numpy_calls(setup: Setup) -> list[Call]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from obelisk.app.account import baseline_rows, candidate_rows, environment
 from obelisk.app.compiled import Artifact, Compiled, materialise
-from obelisk.app.contenders import QUICK, contenders
+from obelisk.app.contenders import NUMPY, QUICK, contenders
 from obelisk.app.loading import load_program
 from obelisk.app.report import Report, SearchRow, count_failures
 from obelisk.app.request import Request, make_request
@@ -36,8 +36,14 @@ from obelisk.tune import Measured, TuneItem, TuneReport, tune
 from obelisk.tune import Status as TuneStatus
 from obelisk.verify import Verdict, VerdictKind, Verifier
 
-# Shares of the time limit at whose end a stage must have ended. What one leaves, the next may use.
-SEARCH_ENDS, VERIFY_ENDS, BUILD_ENDS, TUNE_ENDS = 0.5, 0.7, 0.85, 0.97
+# Shares of the time limit, less what tuning needs before it times anything, at whose end a stage
+# must have ended. What one leaves, the next may use.
+SEARCH_ENDS, VERIFY_ENDS, BUILD_ENDS, TUNE_ENDS = 0.5, 0.7, 0.82, 0.97
+# Seconds that tuning needs for its worker, per floating-point operation of the program and per byte
+# of its inputs for the right answers (measured on two cores); at most this share of the limit.
+TUNE_START, TUNE_PER_FLOP, TUNE_PER_BYTE, TUNE_SHARE = 1.3, 1e-9, 3e-9, 0.45
+TORCH_LEAST = 12.0  # seconds of time limit: below, starting torch would take too large a part
+TORCH_SHARE = 0.2  # of the time limit, for starting torch
 BUILD_SECONDS = 60.0  # time limit of one compiler run
 LEAST_SEARCH = 0.05
 GRACE = 5.0  # seconds that Ctrl-C leaves to judge, build and measure what is known
@@ -79,8 +85,9 @@ def optimize(
     Args:
         program: a graph, a builder, or what `obelisk optimize` takes: a name or a file.
         device: "cpu", this machine.
-        budget: wall seconds for everything; it ends by a tenth more. Building the program's own
-            kernels is always finished, so a budget of a few seconds may be exceeded by that.
+        budget: wall seconds for everything; it ends by a tenth more, but for two things: the
+            program's own kernels are always built, and torch.compile, where it is among the
+            baselines, compiles on top.
         seed: of the search's and the tuner's random choices.
         cache: look the program up first, and store the answer.
         verify_level: "full" (small and full size) or "quick" (small sizes only).
@@ -116,7 +123,8 @@ class _Run:
     request: Request
     progress: Progress
     begun: float = field(default_factory=time.monotonic)
-    limit: float = 0.0
+    limit: float = 0.0  # seconds for everything but what tuning needs before it times
+    reserve: float = 0.0  # seconds for that
     candidates: list[Candidate] = field(default_factory=list)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     fallen: dict[int, tuple[str, str]] = field(default_factory=dict)  # candidate: status, reason
@@ -133,7 +141,8 @@ class _Run:
         key = key_of(request) if request.cache else None
         if key is not None and (hit := fetch(key, request)) is not None:
             return hit
-        self.limit = request.budget
+        self.reserve = self._reserve()
+        self.limit = request.budget - self.reserve
         builders = ThreadPoolExecutor(max(1, settings().threads), "obelisk-build")
         try:
             artifact = self._stages(builders, started)
@@ -142,6 +151,14 @@ class _Run:
         if key is not None and not self.interrupts:
             keep(key, artifact)
         return materialise(artifact)
+
+    def _reserve(self) -> float:
+        """Seconds that tuning will take before it times anything."""
+        program = self.request.program
+        flops = estimate(program, self.request.machine).flops
+        size = sum(node.nbytes for node in program.inputs)
+        wanted = TUNE_START + TUNE_PER_FLOP * flops + TUNE_PER_BYTE * size
+        return min(wanted, TUNE_SHARE * self.request.budget)
 
     def left(self, share: float) -> float:
         """Seconds until `share` of the time limit is spent."""
@@ -161,6 +178,7 @@ class _Run:
     def _interrupt(self) -> None:
         self.interrupts += 1
         self.begun, self.limit = time.monotonic(), GRACE / self.interrupts**3
+        self.reserve = 0.0
 
     def _stages(self, builders: ThreadPoolExecutor, started: float) -> Artifact:
         program, machine = self.request.program, self.request.machine
@@ -301,7 +319,10 @@ class _Run:
         ]
         if not items or self.interrupts > 1:
             return None, {}
-        others, absent = contenders(request.program, request.baselines)
+        others, absent = contenders(request.program, self._affordable(), self.limit * TORCH_SHARE)
+        for name in request.baselines:
+            if name not in absent and all(c.name != name for c in others):
+                absent[name] = f"not measured within a time limit below {TORCH_LEAST:g} s"
         report = tune(
             request.program,
             items,
@@ -317,6 +338,13 @@ class _Run:
                 error = BuildFailed(measured.detail)
                 self._fell(item.candidate, measured.status.value, error)
         return report, absent
+
+    def _affordable(self) -> tuple[str, ...]:
+        """The baselines that the time limit allows: torch takes seconds to start."""
+        names = self.request.baselines
+        if self.interrupts or self.request.budget < TORCH_LEAST:
+            return tuple(name for name in names if name == NUMPY)
+        return names
 
     def _artifact(
         self, tuned: TuneReport | None, absent: dict[str, str], seconds: float
