@@ -18,6 +18,7 @@ from obelisk.ir.op import Op
 from obelisk.verify.fieldtest import Agreement, FieldOutcome, run_instance
 from obelisk.verify.floats import Difference, FloatJudge
 from obelisk.verify.instances import Instance, full_instance, instances, work_of
+from obelisk.verify.prove import Prover
 from obelisk.verify.verdict import JudgeResult, Verdict, VerdictKind, refuted_malformed
 
 _DRAWS = 2  # field draws per instance
@@ -62,7 +63,8 @@ def verify_many(
 
 
 class Verifier:
-    """Judges candidates of one program; the program's own results at full size are kept.
+    """Judges candidates of one program; the program's own results at full size and the prover's
+    engine are kept.
 
     Args:
         program: the program.
@@ -73,6 +75,7 @@ class Verifier:
     def __init__(self, program: Graph, *, seed: int = 0, full_size: bool = False) -> None:
         self.program, self.seed, self.full_size = program, seed, full_size
         self.floats = FloatJudge(program, seed)
+        self.prover = Prover()
 
     def verify(self, candidate: Graph) -> Verdict:
         """The verdict on one candidate."""
@@ -186,8 +189,14 @@ class _Case:
     def _accept(
         self, cases: Sequence[Instance], outcomes: Sequence[FieldOutcome], prove: bool = True
     ) -> Verdict:
-        bound = bound_text(cases, outcomes)
-        bound = "; ".join([bound, *self.notes])
+        bound = "; ".join([bound_text(cases, outcomes), *self.notes])
+        if prove:
+            started = time.perf_counter()
+            proof = self.v.prover.prove(self.v.program, self.candidate)
+            self._note("proof", True if proof.joined else None, proof.detail, started)
+            if proof.joined:
+                claim = "for all inputs, at every size that these cuts divide alike"
+                return self._end(VerdictKind.PROVED, f"{claim}; also {bound}", None)
         return self._end(VerdictKind.TESTED, bound, None)
 
     def _refute(self, witness: str, fields: FieldOutcome) -> Verdict:

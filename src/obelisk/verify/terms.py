@@ -1,0 +1,510 @@
+"""Graphs as scalar terms over named indices, the form in which the prover joins them.
+
+A value becomes a formula for one of its elements: inputs at index expressions, sums and maxima over
+index digits. The maps of block graphs become digits of those indices: a dim that a grid axis and
+the loop cut is position = grid * chunk + loop * tile + place, a reading of the whole dim by three
+digits, so that "partition, then reduce over blocks and iterations" is a sum over digits, and what
+one side cuts the other side's sum is cut by as well. Sizes enter only as these alignments and as
+the numbers that `size` nodes stand for. What has no such form raises `Unprovable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import inf
+
+from obelisk.ir.block import BlockGraph, Reduce, Store, ceil_div, tile_extent
+from obelisk.ir.dims import reshape_groups
+from obelisk.ir.graph import Graph
+from obelisk.ir.node import Node
+from obelisk.ir.op import LoadAttrs, Op
+from obelisk.ir.table import size_value
+
+_MOST_TERMS = 6000
+
+
+class Unprovable(Exception):
+    """The graphs have no form in which the prover could join them; not a fault of theirs."""
+
+
+class Var:
+    """An index digit running over 0..extent-1; `parts` once it was split: (high, low)."""
+
+    __slots__ = ("extent", "number", "parts")
+
+    def __init__(self, extent: int, number: int) -> None:
+        self.extent, self.number = extent, number
+        self.parts: tuple[Var, Var] | None = None
+
+    def split(self, low: int, fresh: Callable[[int], Var]) -> tuple[Var, Var]:
+        """Split into high and low digit, the low one of extent `low`, which divides."""
+        if self.parts is None:
+            self.parts = fresh(self.extent // low), fresh(low)
+        return self.parts
+
+    def leaves(self) -> list[Var]:
+        """The digits that it was split into, high first; digits of extent 1 are left out."""
+        if self.parts is None:
+            return [self] if self.extent > 1 else []
+        return [v for part in self.parts for v in part.leaves()]
+
+
+Digit = tuple[int, Var]  # stride and digit
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The position offset + sum of stride * digit in a dim."""
+
+    offset: int = 0
+    digits: tuple[Digit, ...] = ()
+
+    def scaled(self, stride: int) -> Index:
+        """stride * self."""
+        return Index(self.offset * stride, tuple((s * stride, v) for s, v in self.digits))
+
+    def plus(self, other: Index) -> Index:
+        """self + other."""
+        return Index(self.offset + other.offset, self.digits + other.digits)
+
+    def resolved(self) -> Index:
+        """With every split digit replaced by its parts, largest stride first."""
+        out: list[Digit] = []
+        for stride, var in self.digits:
+            below = 1
+            for leaf in reversed(var.leaves()):
+                out.append((stride * below, leaf))
+                below *= leaf.extent
+        return Index(self.offset, tuple(sorted(out, key=lambda d: (-d[0], d[1].number))))
+
+
+ZERO = Index()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """A formula; equality is identity.
+
+    Attributes:
+        op: num, neg_inf, in, pos, add, mul, max, inv, exp, sqrt, sum, rmax, prefix_max or fn.
+        args: operands.
+        number: of a num.
+        name: of a fn.
+        source: number of the input of an in.
+        at: where an in, pos or prefix_max reads, one index per dim.
+        bound: digits that a sum or rmax runs over.
+    """
+
+    op: str
+    args: tuple[Term, ...] = ()
+    number: Fraction = Fraction(0)
+    name: str = ""
+    source: int = 0
+    at: tuple[Index, ...] = ()
+    bound: tuple[Var, ...] = ()
+
+
+class NeedPieces(Exception):
+    """A digit runs over the join of a concatenation: its binder must cut it at `cuts`."""
+
+    def __init__(self, var: Var, cuts: tuple[int, ...]) -> None:
+        super().__init__()
+        self.var, self.cuts = var, cuts
+
+
+def num(value: float | Fraction) -> Term:
+    """A number, exact; -inf is a constant without arithmetic."""
+    if value == -inf:
+        return Term("neg_inf")
+    return Term("num", number=Fraction(value))
+
+
+ONE, MINUS = num(1), num(-1)
+
+_LOWERED: dict[Op, Callable[..., Term]] = {
+    Op.ADD: lambda a, b: Term("add", (a, b)),
+    Op.SUB: lambda a, b: Term("add", (a, _negated(b))),
+    Op.MUL: lambda a, b: Term("mul", (a, b)),
+    Op.DIV: lambda a, b: Term("mul", (a, Term("inv", (b,)))),
+    Op.MAX: lambda a, b: Term("max", (a, b)),
+    Op.MIN: lambda a, b: _negated(Term("max", (_negated(a), _negated(b)))),
+    Op.NEG: lambda a: _negated(a),
+    Op.EXP: lambda a: Term("exp", (a,)),
+    Op.SQRT: lambda a: Term("sqrt", (a,)),
+    Op.RSQRT: lambda a: Term("inv", (Term("sqrt", (a,)),)),
+    Op.SQUARE: lambda a: Term("mul", (a, a)),
+    Op.SIGMOID: lambda a: _sigmoid(a),
+    Op.TANH: lambda a: Term(
+        "add", (Term("mul", (num(2), _sigmoid(Term("mul", (num(2), a))))), MINUS)
+    ),
+    Op.LOG: lambda a: Term("fn", (a,), name="log"),
+    Op.ERF: lambda a: Term("fn", (a,), name="erf"),
+    Op.LESS: lambda a, b: Term("fn", (a, b), name="less"),
+    Op.WHERE: lambda c, a, b: Term("fn", (c, a, b), name="where"),
+}
+
+
+def _negated(a: Term) -> Term:
+    return Term("mul", (MINUS, a))
+
+
+def _sigmoid(a: Term) -> Term:
+    return Term("inv", (Term("add", (ONE, Term("exp", (Term("mul", (MINUS, a)),)))),))
+
+
+Indices = tuple[Index, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """Where a block-level value is read: the launch's operands, grid coordinates, iteration."""
+
+    block: BlockGraph
+    inputs: tuple[Node, ...]
+    grid: tuple[Index, ...]
+    loop: Index
+
+
+class Translator:
+    """Reads elements of graph values as terms; shared by program and candidate."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.memo: dict[object, Term] = {}
+
+    def var(self, extent: int) -> Var:
+        """A fresh digit."""
+        self.count += 1
+        return Var(extent, self.count)
+
+    def whole(self, extent: int) -> Index:
+        """A fresh index over a dim."""
+        return ZERO if extent == 1 else Index(0, ((1, self.var(extent)),))
+
+    def split(self, index: Index, boundary: int) -> tuple[Index, Index]:
+        """index = high * boundary + low with low < boundary; splits digits where they straddle."""
+        high: list[Digit] = []
+        low: list[Digit] = []
+        todo = list(index.resolved().digits)
+        while todo:
+            stride, var = todo.pop()
+            if stride % boundary == 0:
+                high.append((stride // boundary, var))
+            elif stride * var.extent <= boundary:
+                low.append((stride, var))
+            else:
+                inner = boundary // stride
+                if boundary % stride or var.extent % inner:
+                    raise Unprovable("cuts of one dim do not nest")
+                upper, lower = var.split(inner, self.var)
+                todo += [(stride * inner, upper), (stride, lower)]
+        rest = index.offset % boundary
+        if rest + sum(s * (v.extent - 1) for s, v in low) >= boundary:
+            raise Unprovable("a slice crosses a cut")
+        return Index(index.offset // boundary, tuple(high)), Index(rest, tuple(low))
+
+    # kernel level
+
+    def value(self, node: Node, at: Indices, scope: _Scope | None = None) -> Term:
+        """The element of `node` at indices `at` (one per dim; a dim of extent 1 is read at 0)."""
+        at = tuple(ZERO if n == 1 else i.resolved() for n, i in zip(node.shape, at, strict=True))
+        key = (node, at, scope)
+        if key not in self.memo:
+            if len(self.memo) > _MOST_TERMS:
+                raise Unprovable("the formulas grow too large")
+            self.memo[key] = self._value(node, at, scope)
+        return self.memo[key]
+
+    def _value(self, node: Node, at: Indices, scope: _Scope | None) -> Term:
+        match node.op:
+            case Op.INPUT:
+                return Term("in", source=node.attrs.index, at=at)
+            case Op.CONST:
+                return num(node.attrs.value)
+            case Op.SIZE:
+                return num(size_value(node))
+            case Op.IOTA:
+                return Term("pos", at=(at[node.attrs.axis],))
+            case Op.CAST:
+                return self._cast(node, self.value(node.inputs[0], at, scope))
+            case Op.SUM | Op.REDUCE_MAX:
+                return self._reduce(node, at, scope)
+            case Op.MATMUL:
+                return self._matmul(node, at, scope)
+            case Op.TRANSPOSE:
+                source = [ZERO] * node.rank
+                for d, p in enumerate(node.attrs.perm):
+                    source[p] = at[d]
+                return self.value(node.inputs[0], tuple(source), scope)
+            case Op.BROADCAST:
+                return self.value(node.inputs[0], self._aligned(node.inputs[0], at), scope)
+            case Op.RESHAPE:
+                return self._reshape(node, at, scope)
+            case Op.SLICE:
+                axis = node.attrs.axis
+                moved = at[axis].plus(Index(node.attrs.start))
+                return self.value(node.inputs[0], (*at[:axis], moved, *at[axis + 1 :]), scope)
+            case Op.CONCAT:
+                return self._concat(node, at, scope)
+            case Op.BLOCK:
+                return self._block(node, at)
+            case Op.THREAD:
+                return self._thread(node, at, scope)
+            case Op.LOAD | Op.ACCUM_SUM | Op.ACCUM_MAX | Op.RUNNING_MAX | Op.ACCUM_RESCALE:
+                assert scope is not None
+                return self._looped(node, at, scope)
+        operands = [self.value(i, self._aligned(i, at), scope) for i in node.inputs]
+        return _LOWERED[node.op](*operands)
+
+    @staticmethod
+    def _aligned(operand: Node, at: Indices) -> Indices:
+        """Indices of a broadcast operand: its dims are the last ones."""
+        return at[len(at) - operand.rank :]
+
+    @staticmethod
+    def _cast(node: Node, value: Term) -> Term:
+        if node.inputs[0].dtype.is_float and node.dtype.is_float:
+            return value
+        return Term("fn", (value,), name=f"cast_{node.inputs[0].dtype}_{node.dtype}")
+
+    def fold(self, kind: str, extent: int, body: Callable[[Index], Term]) -> Term:
+        """The sum or maximum of `body` over a fresh index of `extent`."""
+        if extent == 1:
+            return body(ZERO)
+        var = self.var(extent)
+        try:
+            return Term(kind, (body(Index(0, ((1, var),))),), bound=(var,))
+        except NeedPieces as need:
+            if need.var is not var:
+                raise
+            cuts = need.cuts
+        parts: list[Term] = []
+        ends = [0, *cuts, extent]
+        for start, stop in pairwise(ends):
+            piece = Index(start).plus(self.whole(stop - start))
+            inner = body(piece)
+            parts.append(Term(kind, (inner,), bound=tuple(v for _, v in piece.digits)))
+        join = "add" if kind == "sum" else "max"
+        out = parts[0]
+        for part in parts[1:]:
+            out = Term(join, (out, part))
+        return out
+
+    def _reduce(self, node: Node, at: Indices, scope: _Scope | None) -> Term:
+        (x,) = node.inputs
+        axis, keep = node.attrs.axis, node.attrs.keep
+        kind = "sum" if node.op is Op.SUM else "rmax"
+
+        def body(i: Index) -> Term:
+            column = i.scaled(keep).plus(at[axis])
+            return self.value(x, (*at[:axis], column, *at[axis + 1 :]), scope)
+
+        return self.fold(kind, x.shape[axis] // keep, body)
+
+    def _matmul(self, node: Node, at: Indices, scope: _Scope | None) -> Term:
+        a, b = node.inputs
+        batch, row, column = at[:-2], at[-2], at[-1]
+
+        def body(k: Index) -> Term:
+            left = (*batch[len(batch) - a.rank + 2 :], row, k)
+            right = (*batch[len(batch) - b.rank + 2 :], k, column)
+            return Term("mul", (self.value(a, left, scope), self.value(b, right, scope)))
+
+        return self.fold("sum", a.shape[-1], body)
+
+    def _reshape(self, node: Node, at: Indices, scope: _Scope | None) -> Term:
+        (x,) = node.inputs
+        source = [ZERO] * x.rank
+        for ins, outs in reshape_groups(x.shape, node.shape):
+            flat = ZERO
+            for d in outs:
+                flat = flat.scaled(node.shape[d]).plus(at[d])
+            for d in reversed(ins[1:]):
+                flat, source[d] = self.split(flat, x.shape[d])
+            if ins:
+                source[ins[0]] = flat
+        return self.value(x, tuple(source), scope)
+
+    def _concat(self, node: Node, at: Indices, scope: _Scope | None) -> Term:
+        axis = node.attrs.axis
+        index = at[axis]
+        last = index.offset + sum(s * (v.extent - 1) for s, v in index.digits)
+        start = 0
+        for x in node.inputs:
+            stop = start + x.shape[axis]
+            if start <= index.offset and last < stop:
+                moved = Index(index.offset - start, index.digits)
+                return self.value(x, (*at[:axis], moved, *at[axis + 1 :]), scope)
+            start = stop
+        if len(index.digits) == 1 and index.digits[0][0] == 1:
+            ends: list[int] = []
+            total = 0
+            for x in node.inputs[:-1]:
+                total += x.shape[axis]
+                if index.offset < total <= last:
+                    ends.append(total - index.offset)
+            raise NeedPieces(index.digits[0][1], tuple(ends))
+        raise Unprovable("a concatenation is read through cuts that do not fit it")
+
+    # block and thread level
+
+    def _block(self, node: Node, at: Indices) -> Term:
+        block: BlockGraph = node.attrs.block
+        if block.info.ragged:
+            raise Unprovable("tiles are short")
+        store: Store = block.stores[node.attrs.result]
+        grid: list[Index | None] = [None] * len(block.grid)
+        loop = ZERO
+        inner: list[Index] = []
+        for d, index in enumerate(at):
+            tile = store.value.shape[d]
+            axis = next((a for a, k in enumerate(store.omap) if k == d), None)
+            high, low = self.split(index, tile) if tile != node.shape[d] else (ZERO, index)
+            if store.fmap == d:
+                high, loop = self.split(high, block.loop) if axis is not None else (ZERO, high)
+            if axis is not None:
+                grid[axis] = high
+            inner.append(low)
+        return self._over_grid(block, store, node.inputs, grid, loop, tuple(inner))
+
+    def _over_grid(
+        self,
+        block: BlockGraph,
+        store: Store,
+        inputs: tuple[Node, ...],
+        grid: Sequence[Index | None],
+        loop: Index,
+        inner: Indices,
+    ) -> Term:
+        """Fold over the grid axes that the store does not lay out, then read the tile."""
+        for a, coordinate in enumerate(grid):
+            if coordinate is None and (block.grid[a] == 1 or store.reduce is Reduce.NONE):
+                return self._over_grid(
+                    block, store, inputs, [*grid[:a], ZERO, *grid[a + 1 :]], loop, inner
+                )
+            if coordinate is None:
+                kind = "sum" if store.reduce is Reduce.SUM else "rmax"
+                return self.fold(
+                    kind,
+                    block.grid[a],
+                    lambda g, a=a: self._over_grid(  # type: ignore[misc]
+                        block, store, inputs, [*grid[:a], g, *grid[a + 1 :]], loop, inner
+                    ),
+                )
+        full = tuple(g for g in grid if g is not None)
+        return self.value(store.value, inner, _Scope(block, inputs, full, loop))
+
+    def _looped(self, node: Node, at: Indices, scope: _Scope) -> Term:
+        block = scope.block
+        if node.op is Op.LOAD:
+            return self._load(node.attrs, at, scope)
+
+        def each(x: Node, i: Index) -> Term:
+            inside = _Scope(block, scope.inputs, scope.grid, i)
+            return self.value(x, self._aligned(x, at), inside)
+
+        match node.op:
+            case Op.ACCUM_SUM:
+                return self.fold("sum", block.loop, lambda i: each(node.inputs[0], i))
+            case Op.ACCUM_MAX:
+                return self.fold("rmax", block.loop, lambda i: each(node.inputs[0], i))
+            case Op.RUNNING_MAX:
+                if not scope.loop.digits:
+                    return each(node.inputs[0], scope.loop)
+                return Term("prefix_max", (each(node.inputs[0], scope.loop),), at=(scope.loop,))
+        x, peak = node.inputs  # online softmax: sum over i of x_i * exp(peak_i - last peak)
+        last = self.fold("rmax", block.loop, lambda i: each(peak.inputs[0], i))
+
+        def rescaled(i: Index) -> Term:
+            gap = Term("add", (each(peak, i), Term("mul", (MINUS, last))))
+            return Term("mul", (each(x, i), Term("exp", (gap,))))
+
+        return self.fold("sum", block.loop, rescaled)
+
+    def _load(self, attrs: LoadAttrs, at: Indices, scope: _Scope) -> Term:
+        source: list[Index] = []
+        for d, (index, full) in enumerate(zip(at, attrs.full, strict=True)):
+            axis = next((a for a, k in enumerate(attrs.imap) if k == d), None)
+            loop = attrs.loop if attrs.fmap == d else 1
+            parts = attrs.grid[axis] if axis is not None else 1
+            tile, chunk = tile_extent(full, parts, loop), ceil_div(full, parts)
+            if attrs.fmap == d:
+                index = index.plus(scope.loop.scaled(tile))
+            if axis is not None:
+                index = index.plus(scope.grid[axis].scaled(chunk))
+            source.append(index)
+        return self.value(scope.inputs[attrs.index], tuple(source))
+
+    def _thread(self, node: Node, at: Indices, scope: _Scope | None) -> Term:
+        graph = node.attrs.thread
+        result = graph.results[node.attrs.result]
+        return self._inside(result, at, node, scope)
+
+    def _inside(self, inner: Node, at: Indices, launch: Node, scope: _Scope | None) -> Term:
+        """A thread-level value: like a block-level one, but elements are the operands."""
+        if inner.op is Op.ELEM:
+            return self.value(launch.inputs[inner.attrs.index], at, scope)
+        at = tuple(ZERO if n == 1 else i for n, i in zip(inner.shape, at, strict=True))
+        match inner.op:
+            case Op.CONST:
+                return num(inner.attrs.value)
+            case Op.SIZE:
+                return num(size_value(inner))
+            case Op.CAST:
+                return self._cast(inner, self._inside(inner.inputs[0], at, launch, scope))
+            case Op.SUM | Op.REDUCE_MAX:
+                (x,) = inner.inputs
+                axis, keep = inner.attrs.axis, inner.attrs.keep
+                kind = "sum" if inner.op is Op.SUM else "rmax"
+
+                def body(i: Index) -> Term:
+                    column = i.scaled(keep).plus(at[axis])
+                    whole = (*at[:axis], column, *at[axis + 1 :])
+                    return self._inside(x, whole, launch, scope)
+
+                return self.fold(kind, x.shape[axis] // keep, body)
+        operands = [self._inside(i, self._aligned(i, at), launch, scope) for i in inner.inputs]
+        return _LOWERED[inner.op](*operands)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Two terms for the output elements at `at`, over all values of its digits."""
+
+    at: Indices
+    program: Term
+    candidate: Term
+
+
+def goals(program: Graph, candidate: Graph, translator: Translator) -> list[Goal]:
+    """What must be shown for the outputs to be equal: one goal per output, or per piece of an
+    output where a concatenation cuts one of its dims.
+    """
+    out: list[Goal] = []
+    for mine, theirs in zip(program.outputs, candidate.outputs, strict=True):
+        todo = [tuple(translator.whole(n) for n in mine.shape)]
+        while todo:
+            at = todo.pop()
+            try:
+                out.append(Goal(at, translator.value(mine, at), translator.value(theirs, at)))
+            except NeedPieces as need:
+                todo += _pieces(at, need, translator)
+    return out
+
+
+def _pieces(at: Indices, need: NeedPieces, translator: Translator) -> list[Indices]:
+    for d, index in enumerate(at):
+        if any(v is need.var for _, v in index.digits):
+            ends = [0, *need.cuts, need.var.extent]
+            return [
+                (
+                    *at[:d],
+                    Index(index.offset + start).plus(translator.whole(stop - start)),
+                    *at[d + 1 :],
+                )
+                for start, stop in pairwise(ends)
+            ]
+    raise Unprovable("a concatenation is read through a sum that cannot be cut")
