@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from obelisk.base.errors import InternalError, ObeliskError
+from obelisk.base.errors import BuildFailed, InternalError, ObeliskError
 from obelisk.ir import Graph, Precision, make_graph, run
 from obelisk.ir.text import to_text
 from tests.fuzz_graphs import arrays_for, random_program, worst_error
@@ -136,13 +136,15 @@ RUNNERS: dict[str, Callable[[Graph, list[Any], int, Job], list[Any]]] = {
 
 
 def judge(graph: Graph, seed: int, job: Job) -> tuple[str, str]:
-    """Status and detail of one graph; never raises for what Obelisk refuses."""
+    """Status and detail of one graph. Text that the compiler refuses is a fault, no refusal."""
     arrays = arrays_for(graph, seed)
     logical = [np.array(a) for a in arrays]
     try:
         got = RUNNERS[job.stage](graph, arrays, seed, job)
     except InternalError as error:
         return "internal", str(error)
+    except BuildFailed as error:
+        return "unbuilt", f"{error}: {Path(error.log).read_text()[:300] if error.log else ''}"
     except ObeliskError as error:
         return "refused", f"{type(error).__name__}: {error}"
     except Exception as error:

@@ -18,13 +18,13 @@ from obelisk.ir.table import TABLE, Kind
 from obelisk.machine import cpu, gpu
 from obelisk.machine.description import Machine, MachineKind
 from obelisk.machine.traffic import (
-    CACHE_SHARE,
+    INPUT_SHARE,
     RESULT_SHARE,
     WRITE_FACTOR,
     Operand,
     Traffic,
     launch_traffic,
-    line_factor,
+    line_factors,
     run_length,
     strides_of,
 )
@@ -34,6 +34,7 @@ OVERLAP = (
     0.2  # share of the smaller of memory and arithmetic time that does not hide behind the larger
 )
 _CONSTANTS = frozenset({Op.CONST, Op.SIZE, Op.IOTA})
+_SOURCES = _CONSTANTS | {Op.INPUT}
 LONE_LAUNCH = 0.2e-6  # a launch of one block on a CPU is a call
 
 
@@ -85,7 +86,7 @@ class Cost:
 
     Attributes:
         seconds: the sum over its launches, which run one after the other.
-        launches: how many.
+        launches: how many, copies of outputs that are views or inputs included.
         bytes: between device memory and the chip.
         flops: arithmetic, tiles counted full.
         waves: summed over the launches.
@@ -106,22 +107,29 @@ class Cost:
 
 def estimate(graph: Graph, machine: Machine) -> Cost:
     """The predicted cost of `graph` on `machine`: each launch is a roofline with overheads;
-    launches
-    add up.
+    launches add up.
 
-    Tensors that an earlier launch made are read from the last cache where they fit a quarter of it;
-    inputs come from device memory.
+    A tensor that an earlier launch made is read from the last cache if it fits an eighth of it. On
+    a CPU inputs that fit a quarter together are read from there too, as the tuner measures them;
+    otherwise inputs come from device memory.
     """
-    made: set[Node] = set()
+    room = machine.last_cache * RESULT_SHARE
+    warm: set[Node] = set()
+    size = sum(n.nbytes for n in graph.inputs)
+    if machine.kind is MachineKind.CPU and size <= machine.last_cache * INPUT_SHARE:
+        warm.update(graph.inputs)
     parts = []
     for launch in graph.launches():
-        operands = tuple(Operand(strides_of(n), _cached(n, made, machine)) for n in launch.inputs)
+        operands = tuple(Operand(strides_of(n), _cached(n, warm, room)) for n in launch.inputs)
         if launch.block is not None:
             part = _block_cost(launch.block, operands, machine)
         else:
             part = _primitive_cost(launch.node, operands, machine)
         parts.append(part)
-        made.update(launch.results)
+        warm.update(launch.results)
+    for output in dict.fromkeys(graph.outputs):
+        if output.op in VIEWS or output.op in _SOURCES:  # nothing computes it in its place
+            parts.append(_copy_cost(output, _cached(output, warm, room), machine))
     return Cost(
         seconds=sum(p.seconds for p in parts),
         launches=len(parts),
@@ -132,10 +140,29 @@ def estimate(graph: Graph, machine: Machine) -> Cost:
     )
 
 
-def _cached(node: Node, made: set[Node], machine: Machine) -> bool:
+def _cached(node: Node, warm: set[Node], room: float) -> bool:
     while node.op in VIEWS:
         node = node.inputs[0]
-    return node in made and node.nbytes <= machine.last_cache * CACHE_SHARE * RESULT_SHARE
+    return node in warm and (node.op is Op.INPUT or node.nbytes <= room)
+
+
+def _copy_cost(node: Node, cached: bool, machine: Machine) -> LaunchCost:
+    """An output that is an input or a view: one copy."""
+    size = float(node.nbytes)
+    source = 0.0 if node.op in _CONSTANTS else size
+    traffic = Traffic(size, source, 0.0, 0.0) if cached else Traffic(size + source, 0.0, 0.0, 0.0)
+    memory = _memory_seconds(traffic, machine.bandwidth, machine.cores, machine)
+    return LaunchCost(
+        name=f"copy {node.dtype}{list(node.shape)}",
+        seconds=memory + machine.launch_seconds,
+        memory_seconds=memory,
+        compute_seconds=0.0,
+        launch_seconds=machine.launch_seconds,
+        bytes=traffic.memory,
+        flops=0.0,
+        blocks=machine.cores,
+        waves=1,
+    )
 
 
 def _combine(memory: float, compute: float) -> float:
@@ -211,14 +238,14 @@ def _primitive_cost(node: Node, operands: tuple[Operand, ...], machine: Machine)
     for at, (source, operand) in enumerate(zip(node.inputs, operands, strict=True)):
         size = float(_storage_bytes(source))
         if on_cpu and node.op is Op.MATMUL and at == 1:
-            size *= _column_factor(node, operand, machine)
+            slow, quick = _column_factors(node, operand, machine)
+            size *= quick if operand.cached else slow
         cache_bytes += size if operand.cached else 0
         memory_bytes += 0 if operand.cached else size
-    written = node.nbytes * (WRITE_FACTOR if on_cpu else 1.0)
-    if on_cpu and node.nbytes <= machine.last_cache * CACHE_SHARE * RESULT_SHARE:
-        cache_bytes += written
+    if on_cpu and node.nbytes <= machine.last_cache * RESULT_SHARE:
+        cache_bytes += node.nbytes
     else:
-        memory_bytes += written
+        memory_bytes += node.nbytes * (WRITE_FACTOR if on_cpu else 1.0)
     if on_cpu:
         blocks = _cpu_parts(node, machine)
         active = min(blocks, machine.cores)
@@ -264,11 +291,11 @@ def _cpu_parts(node: Node, machine: Machine) -> int:
     return max(1, min(4 * machine.cores, source.elements // 8192))
 
 
-def _column_factor(node: Node, operand: Operand, machine: Machine) -> float:
-    """`line_factor` of a product's right operand when its columns are cut into parts."""
+def _column_factors(node: Node, operand: Operand, machine: Machine) -> tuple[float, float]:
+    """`line_factors` of a product's right operand when its columns are cut into parts."""
     b, m, n, _ = matmul_shape(node)
     parts = max(1, _cpu_parts(node, machine) // b) if n >= m else 1
     tile = (*node.inputs[1].shape[:-1], -(-n // parts))
     run, step = run_length(tile, node.inputs[1].shape, operand.strides)
     width = node.inputs[1].dtype.nbytes
-    return line_factor(run * width, step * width, machine)
+    return line_factors(run * width, step * width, machine.kind)

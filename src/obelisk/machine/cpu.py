@@ -19,13 +19,15 @@ from obelisk.machine.description import Machine
 from obelisk.machine.traffic import Operand
 from obelisk.machine.work import Work, matmul_shape
 
+STREAM_ROWS = 8  # a product of no more rows reads its right operand in place, row by row
 ROWS, ACCUMULATORS = 6, 12  # a micro-kernel's rows and vector accumulators
 FMA_LATENCY = 4.0
 TILE_CALL = 15.0  # cycles to enter a micro-kernel and set its pointers
-STEP_CALL = 12.0  # cycles to start the loop nest of one value
-BLOCK_CALL = 250.0  # cycles to fetch a block's number and compute its offsets
+STEP_CALL = 30.0  # cycles to start the loop nest of one value
+BLOCK_CALL = 40.0  # cycles to fetch a block's number and compute its offsets
 ITERATION = 15.0
 SWEEP = 6.0  # cycles of a horizontal fold
+PACK_VECTOR = 2.5  # cycles a vector to copy an operand into panels
 PACK = 0.7  # cycles an element to reorder an operand whose columns are not contiguous
 _NARROW = frozenset({DType.F16, DType.BF16, DType.F8E4M3, DType.I8, DType.I4})
 
@@ -46,7 +48,14 @@ def micro_kernel(m: int, n: int, lanes: int) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=16384)
 def matmul_cycles(b: int, m: int, n: int, k: int, lanes: int) -> float:
-    """Cycles of b products (m, k) @ (k, n) on one core, operands in its nearest cache."""
+    """Cycles of b products (m, k) @ (k, n) on one core, operands in its nearest cache.
+
+    Few rows are streamed: four rows of the right operand at a time are added to sums in the first
+    cache. More rows go through register tiles.
+    """
+    vectors = -(-n // lanes)
+    if m <= STREAM_ROWS:
+        return b * (k * max(FMA_LATENCY, vectors * max(m / 2, 0.5 + m / 4)) + TILE_CALL)
     rows, columns, row_tiles, panels = micro_kernel(m, n, lanes)
     per_k = max(rows * columns / 2, (rows + columns) / 2, FMA_LATENCY)
     return b * row_tiles * panels * (k * per_k + 2.0 * rows * columns + TILE_CALL)
@@ -59,6 +68,8 @@ def refetch_seconds(b: int, m: int, n: int, k: int, lanes: int, machine: Machine
     The right operand comes again for every row of tiles, from the cache that holds a panel of it;
     the left one for every panel, from the cache that holds all of it. Half hides behind arithmetic.
     """
+    if m <= STREAM_ROWS:
+        return 0.0
     _, columns, row_tiles, panels = micro_kernel(m, n, lanes)
     right = 4.0 * b * k * n * (row_tiles - 1) / level_rate(4 * k * columns * lanes, machine)
     left = 4.0 * b * m * k * (panels - 1) / level_rate(4 * m * k, machine)
@@ -103,13 +114,12 @@ def step_cycles(node: Node, fused: bool, lanes: int) -> float:
 
 
 def packing_cycles(right: Node, rows: int, strides: tuple[int, ...], lanes: int) -> float:
-    """Cycles to bring a product's right operand into panels: nothing for few rows, else a copy.
-
-    Each element on its own where the columns are not contiguous (`strides` in memory).
+    """Cycles to bring a product's right operand into panels: none for few rows; by vectors where
+    its columns are contiguous in memory (`strides`), else element by element.
     """
     if right.shape[-1] > 1 and strides[-1] != 1:
         return right.elements * PACK
-    return right.elements / lanes if rows > ROWS else 0.0
+    return PACK_VECTOR * right.elements / lanes if rows > STREAM_ROWS else 0.0
 
 
 def _product_seconds(

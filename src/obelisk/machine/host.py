@@ -56,7 +56,7 @@ _OTHER = CpuLevel("generic", 16, 16, frozenset(), frozenset())
 # Sizes assumed where sysfs has none: (level, bytes, cores that share an instance).
 DEFAULT_CACHES = ((1, 32 * KIB, 1), (2, 512 * KIB, 1), (3, 16 * KIB * KIB, 8))
 # Bytes that one core reads from a level per clock.
-_CACHE_BYTES_PER_CLOCK = {2: 32.0, 3: 12.0}
+_CACHE_BYTES_PER_CLOCK = {2: 32.0, 3: 20.0}
 
 
 def level_of(machine: str, flags: frozenset[str]) -> CpuLevel:

@@ -11,18 +11,27 @@ from obelisk.ir.block import BlockGraph
 from obelisk.ir.graph import Graph
 from obelisk.ir.node import Node, topological
 from obelisk.ir.op import Op
-from obelisk.machine.description import Machine
+from obelisk.machine.description import Machine, MachineKind
+from obelisk.machine.traffic import INPUT_SHARE
 from obelisk.machine.work import arithmetic, work
 
 
 def roofline(graph: Graph, machine: Machine) -> float:
-    """Floor seconds of `graph`: the larger of bytes over bandwidth and of flops over peak."""
-    read = {n for n in graph.inputs if n in set(topological(graph.outputs))}
-    moved = sum(n.nbytes for n in read) + sum(o.nbytes for o in dict.fromkeys(graph.outputs))
+    """Floor seconds of `graph`: the larger of bytes over bandwidth and of flops over peak.
+
+    A CPU's inputs that stay in the last cache between calls (see `estimate`) move at its rate.
+    """
+    used = set(topological(graph.outputs))
+    size = sum(n.nbytes for n in graph.inputs)
+    moved = sum(n.nbytes for n in graph.inputs if n in used)
+    moved += sum(o.nbytes for o in dict.fromkeys(graph.outputs))
+    rate = machine.nominal_bandwidth
+    if machine.kind is MachineKind.CPU and size <= machine.last_cache * INPUT_SHARE:
+        rate = max(rate, machine.caches[-1].bandwidth * machine.cores)
     busy = 0.0
     for launch in graph.launches():
         busy += _busy(launch.node, machine)
-    return max(moved / machine.nominal_bandwidth, busy)
+    return max(moved / rate, busy)
 
 
 def _busy(node: Node, machine: Machine) -> float:

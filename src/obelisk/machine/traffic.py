@@ -18,8 +18,9 @@ from obelisk.machine.description import Machine, MachineKind
 
 CACHE_SHARE = 0.5  # of a cache that one launch can count on
 
-RESULT_SHARE = 0.5  # of that, the part that a result may fill and still be found by the next launch
-WRITE_FACTOR = 2.0  # a CPU reads a line before it writes part of it
+INPUT_SHARE = 0.25  # of a cache: inputs that fill no more stay in it between calls
+RESULT_SHARE = 0.125  # of a cache: a result that fills no more is there for the next launch
+WRITE_FACTOR = 2.0  # a CPU reads a line of memory before it writes part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +80,42 @@ def strides_of(node: Node) -> tuple[int, ...]:
 def run_length(
     tile: tuple[int, ...], full: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Elements of a tile that lie side by side in memory, and from one such run to the next."""
-    run, step = 1, 0
-    for s, t, n in sorted(zip(strides, tile, full, strict=True)):
-        if n == 1 or s == 0:
-            continue
-        if s != run or step:
-            return run, max(step, s)
-        run *= t
-        if t != n:
-            step = s * n  # the next dim out starts here
-    return run, step
+    """Elements of a tile that lie side by side in memory, and from one such run to the next.
 
-
-def line_factor(run: float, step: float, machine: Machine) -> float:
-    """Bytes moved, in streaming time, per useful byte of runs that start `step` bytes apart.
-
-    Whole lines are moved. On a CPU the prefetcher starts anew with each run and each page: the two
-    constants fit a read of a 4096 by 4096 f32 matrix in columns of 8 to 1024 elements (64 MB,
-    Zen 3), which ran at 0.15 to 0.6 of the rate of whole rows.
+    The second is 0 for a tile of one run: the next block or iteration mostly goes on where it ends.
     """
-    useful = max(run, 1.0)
-    if machine.kind is not MachineKind.CPU:
-        return up(useful, 32) / useful
+    run, cut = 1, False
+    for s, t, n in sorted(zip(strides, tile, full, strict=True)):
+        if t == 1 or s == 0:
+            cut = cut or n > 1
+        elif cut or s != run:
+            return run, s
+        else:
+            run *= t
+            cut = t != n
+    return run, 0
+
+
+@lru_cache(maxsize=16384)
+def line_factors(run: float, step: float, kind: MachineKind) -> tuple[float, float]:
+    """Bytes moved, in streaming time, per useful byte of runs that start `step` bytes apart (0: one
+    run), from memory and from a cache.
+
+    Whole lines are moved. On a CPU the prefetcher starts anew with each run and each page: the
+    constants fit reads of an f32 matrix in strips of 8 to 1024 columns on Zen 3. From memory (64
+    MB) they ran at 0.15 to 0.6 of the rate of whole rows, from the last cache (4 MB) at 0.3 for 32
+    bytes, 0.7 for 64 and the full rate from 128 bytes on.
+    """
+    on_cpu = kind is MachineKind.CPU
+    line = 64 if on_cpu else 32
+    lines = up(run, line) / run
+    if step:
+        lines = min(lines, max(1.0, step / run))  # several runs of one line move it once
+    if not on_cpu or not step:
+        return lines, lines
     page = min(1.0, step / 4096)
-    lines: float = up(useful, 64) / useful
-    return lines * (
-        1 + 1.1 * page * min(1.0, 2048 / useful) + (100 / max(useful, 64) if step else 0)
-    )
+    restart = 1.1 * min(1.0, 2048 / run) + 100 / max(run, 64)
+    return lines * (1 + page * restart), lines * (1 + 0.4 * page * (run <= 64))
 
 
 def up(value: float, to: int) -> float:
@@ -146,7 +155,7 @@ def launch_traffic(block: BlockGraph, operands: tuple[Operand, ...], machine: Ma
                 total *= g
         width = at.dtype.nbytes
         run, step = run_length(load.shape, at.full, operand.strides)
-        factor = line_factor(run * width, step * width, machine)
+        slow, quick = line_factors(run * width, step * width, machine.kind)
         left = total
         for a in reversed(range(len(grid))):
             if a in mapped or grid[a] == 1:
@@ -160,15 +169,15 @@ def launch_traffic(block: BlockGraph, operands: tuple[Operand, ...], machine: Ma
             if apart <= near_size:
                 near += again
             elif apart <= last or unique_all <= last:
-                cache += again
+                cache += again * quick
             else:
-                memory += again * factor
+                memory += again * slow
             left -= again
         useful += unique if at.index not in seen else 0
         if operand.cached or (at.index in seen and unique_all <= last):
-            cache += left * factor
+            cache += left * quick
         else:
-            memory += left * factor
+            memory += left * slow
         seen.add(at.index)
     for store, shape in zip(block.stores, block.info.shapes, strict=True):
         size = _bytes(shape, store.dtype.bits)
@@ -181,11 +190,11 @@ def launch_traffic(block: BlockGraph, operands: tuple[Operand, ...], machine: Ma
             cache += 2.0 * size * folded
         width = store.dtype.nbytes
         run, step = run_length(store.value.shape, shape, row_major(shape))
-        moved = size * line_factor(run * width, step * width, machine)
-        if size <= last * RESULT_SHARE and machine.kind is MachineKind.CPU:
-            cache += WRITE_FACTOR * moved
+        slow, quick = line_factors(run * width, step * width, machine.kind)
+        if size <= machine.last_cache * RESULT_SHARE and machine.kind is MachineKind.CPU:
+            cache += size * quick
         else:
-            memory += moved * (WRITE_FACTOR if machine.kind is MachineKind.CPU else 1.0)
+            memory += size * slow * (WRITE_FACTOR if machine.kind is MachineKind.CPU else 1.0)
     return Traffic(memory, cache, near, useful)
 
 
