@@ -43,7 +43,8 @@ CANDIDATE = {
     "status", "reason", "variant", "variants", "chosen", "note",
 }  # fmt: skip
 REPORT = {
-    "schema", "program", "digest", "device", "chosen", "baselines", "candidates", "search",
+    "choice", "notes", "schema", "program", "digest", "device", "chosen", "baselines",
+    "candidates", "search",
     "cached", "interrupted", "seed", "budget_seconds", "seconds", "stages", "failures", "spread_us",
     "unavailable", "environment",
 }  # fmt: skip

@@ -139,6 +139,10 @@ def print_report(report: Report, text: str, console: Console) -> None:
         + (f"; pruned {pruned}" if pruned else ""),
         soft_wrap=True,
     )
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages.items())
+    console.print(f"Time: {report.seconds:.1f} s ({spent})", soft_wrap=True)
+    for note in report.notes:
+        console.print(f"Note: {note}", soft_wrap=True)
     if report.failures:
         fell = ", ".join(f"{n} {reason}" for reason, n in report.failures.items())
         console.print(f"Left out: {fell}", soft_wrap=True)
@@ -147,6 +151,8 @@ def print_report(report: Report, text: str, console: Console) -> None:
     if report.cached:
         console.print("Answered from the cache; the times are those of the run that stored it.")
     console.print(report.sentence(), style="bold", soft_wrap=True)
+    if report.choice:
+        console.print(f"Why: {report.choice}.", soft_wrap=True)
 
 
 def rows_table(header: Sequence[str], rows: Iterable[Sequence[str | Text]], left: int = 1) -> Table:

@@ -376,6 +376,10 @@ class _Run:
             stages=dict(self.stages),
             failures=count_failures(self.failures),
             environment=environment(request.machine, request.threads, request.compiler.version),
+            choice=tuned.reason if tuned else "nothing was measured",
+            notes=(f"inputs {tuned.cache_state} in {tuned.copies} copies", *tuned.notes)
+            if tuned
+            else (),
             interrupted=self.interrupts > 0,
         )
         return Artifact(

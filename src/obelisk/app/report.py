@@ -79,6 +79,7 @@ class Report:
     """The account of one run.
 
     `stages` are seconds by stage, `failures` how many candidates or lowerings fell, by reason;
+    `choice` says why the answer was chosen, `notes` what else a reader of the times must know;
     `interrupted` is true when the user stopped the run; `environment` is what the times depend on.
     """
 
@@ -94,6 +95,8 @@ class Report:
     stages: Mapping[str, float]
     failures: Mapping[str, int]
     environment: Mapping[str, str]
+    choice: str = ""
+    notes: tuple[str, ...] = ()
     cached: bool = False
     interrupted: bool = False
 
@@ -146,6 +149,8 @@ class Report:
                 "states": self.search.states,
                 "pruned": dict(self.search.pruned),
             },
+            "choice": self.choice,
+            "notes": list(self.notes),
             "cached": self.cached,
             "interrupted": self.interrupted,
             "seed": self.seed,
@@ -181,6 +186,8 @@ class Report:
             stages=data["stages"],
             failures=data["failures"],
             environment=data["environment"],
+            choice=data["choice"],
+            notes=tuple(data["notes"]),
             cached=data["cached"],
             interrupted=data["interrupted"],
         )
