@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import inf, prod
 
 from obelisk.ir.block import BlockGraph
+from obelisk.ir.build import row_major
 from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
@@ -122,16 +123,28 @@ def packing_cycles(right: Node, rows: int, strides: tuple[int, ...], lanes: int)
     return PACK_VECTOR * right.elements / lanes if rows > STREAM_ROWS else 0.0
 
 
+def tile_strides(node: Node, operands: tuple[Operand, ...]) -> tuple[int, ...]:
+    """Strides of a block value as its reader sees it: loads in place, views as they follow."""
+    if node.op is Op.LOAD:
+        index: int = node.attrs.index
+        return operands[index].strides
+    if node.op is Op.TRANSPOSE:
+        inner = tile_strides(node.inputs[0], operands)
+        perm: tuple[int, ...] = node.attrs.perm
+        return tuple(inner[p] for p in perm)
+    if node.op is Op.SLICE:
+        return tile_strides(node.inputs[0], operands)
+    return row_major(node.shape)
+
+
 def _product_seconds(
     node: Node, operands: tuple[Operand, ...], lanes: int, machine: Machine
 ) -> float:
     """Packing and fetching again, for one evaluation of a product in a block."""
     right = node.inputs[1]
     b, m, n, k = matmul_shape(node)
-    dense = (1,) * right.rank
-    strides = operands[right.attrs.index].strides if right.op is Op.LOAD else dense
     wide = lanes_for(node, lanes)
-    packing = packing_cycles(right, m, strides, wide) / machine.clock
+    packing = packing_cycles(right, m, tile_strides(right, operands), wide) / machine.clock
     return packing + refetch_seconds(b, m, n, k, wide, machine)
 
 

@@ -76,7 +76,7 @@ def footprint(block: BlockGraph) -> int:
 @lru_cache(maxsize=4096)
 def residence(block: BlockGraph) -> Residence:
     """`footprint`, with and without the accumulators."""
-    life = _Lifetimes(block)
+    life = lifetimes(block)
     accumulators = sum(life.size[n] for n in life.closing)
     before = _peak(life, life.before, {}, set(life.kept))
     held = {n: life.size[n] for n in (*life.kept, *life.closing)}
@@ -92,22 +92,31 @@ def residence(block: BlockGraph) -> Residence:
     return Residence(peak, tiles, accumulators)
 
 
-class _Lifetimes:
+@lru_cache(maxsize=256)
+def lifetimes(block: BlockGraph) -> Lifetimes:
+    """The lifetimes of a block's values; `footprint` and `work` ask one after the other."""
+    return Lifetimes(block)
+
+
+class Lifetimes:
     """Who reads what in which phase.
 
     Attributes:
+        readers: for each value with storage of its own, what reads it, through views.
         reads: for each value with storage of its own, the stored values that it reads.
         size: bytes of each such value that it must be given when it is computed.
         before, inside, after: values by phase, operands first.
         kept: values made before the loop and read in it or after it.
         late: accumulators and kept values that the end reads.
         closing, states: accumulators and running maxima.
+        stored: values that leave the block.
     """
 
     def __init__(self, block: BlockGraph) -> None:
         phase = block.info.phase
         root: dict[Node, Node] = {}
-        readers: dict[Node, list[Node]] = {}
+        self.readers: dict[Node, list[Node]] = {}
+        readers = self.readers
         self.reads: dict[Node, tuple[Node, ...]] = {}
         for node in block.body:
             op = node.op
@@ -135,16 +144,16 @@ class _Lifetimes:
         self.kept = [n for n in self.before if any(r not in before for r in readers[n])]
         late = set(self.after)
         self.late = [n for n in (*self.kept, *self.closing) if any(r in late for r in readers[n])]
-        stored = {root[s.value] for s in block.stores}
+        self.stored = {root[s.value] for s in block.stores}
         self.size = {n: value_bytes(n) for n in readers}
         for node, by in readers.items():
             summed = len(by) == 1 and by[0].op is Op.ACCUM_SUM and node.op is Op.MATMUL
-            if summed and node not in stored:
+            if summed and node not in self.stored:
                 self.size[node] = 0  # added to the accumulator in place
 
 
 def _peak(
-    life: _Lifetimes, steps: Sequence[Node], held: Mapping[Node, int], pinned: set[Node]
+    life: Lifetimes, steps: Sequence[Node], held: Mapping[Node, int], pinned: set[Node]
 ) -> int:
     """Peak of one phase: `held` is live at its start, `pinned` values never die in it."""
     reads, sizes = life.reads, life.size

@@ -13,12 +13,12 @@ from functools import lru_cache
 from math import prod
 
 from obelisk.ir.block import BlockGraph, Phase
-from obelisk.ir.graph import VIEWS
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
 from obelisk.ir.table import TABLE, Kind
-from obelisk.machine.footprint import CLOSING, ELEMENTWISE, SCALARS, residence
+from obelisk.machine.footprint import CLOSING, ELEMENTWISE, SCALARS, lifetimes, residence
 
+_TAKES_REGISTERS = ELEMENTWISE | {Kind.REDUCE, Kind.LOOP}
 SPECIAL = frozenset({Op.EXP, Op.LOG, Op.SQRT, Op.RSQRT, Op.TANH, Op.SIGMOID, Op.ERF, Op.DIV})
 
 
@@ -86,54 +86,42 @@ def arithmetic(node: Node) -> tuple[float, float, float]:
     return 0.0, row.flops * elements, special
 
 
-def _single_reader(node: Node, readers: list[Node]) -> bool:
+def _consumed(node: Node, readers: list[Node]) -> bool:
     """Whether a value can go from registers into its one reader."""
     if len(readers) != 1:
         return False
-    reader = readers[0]
-    kind = TABLE[reader.op].kind
+    reader = readers[0].op
     if node.op is Op.MATMUL:
-        return reader.op is Op.ACCUM_SUM
+        return reader is Op.ACCUM_SUM
     if TABLE[node.op].kind not in ELEMENTWISE:
         return False
-    return kind in ELEMENTWISE or reader.op is Op.THREAD or kind in (Kind.REDUCE, Kind.LOOP)
+    return TABLE[reader].kind in _TAKES_REGISTERS or reader is Op.THREAD
 
 
 @lru_cache(maxsize=8192)
 def work(block: BlockGraph) -> Work:
     """Count a block's work (bounded cache by block)."""
-    phase, body = block.info.phase, block.body
-    readers: dict[Node, list[Node]] = {n: [] for n in body}
-    for node in body:
-        for i in node.inputs:
-            readers[i].append(node)
-    stored = {s.value for s in block.stores}
+    phase, life = block.info.phase, lifetimes(block)
     steps = []
-    barriers = 0
-    totals = [0.0, 0.0, 0.0]
-    tile_bytes = 0
-    for node in body:
+    barriers = tile_bytes = 0
+    products = vectors = specials = 0.0
+    for node, readers in life.readers.items():
         op = node.op
-        if op in SCALARS or (op in VIEWS and op is not Op.TRANSPOSE):
-            continue
-        looped = phase[node] is Phase.LOOP or op in CLOSING
-        times = block.loop if looped else 1
         if op is Op.LOAD:
             tile_bytes += node.nbytes
             continue
-        fused = node not in stored and _single_reader(node, readers[node])
+        if op in SCALARS:
+            continue
+        closes = op in CLOSING
+        looped = phase[node] is Phase.LOOP or closes
+        times = block.loop if looped else 1
+        fused = node not in life.stored and _consumed(node, readers)
         steps.append(Step(node, times, fused))
-        if looped and not fused and op not in CLOSING:
+        if looped and not fused and not closes:
             barriers += 1
-        for at, amount in enumerate(arithmetic(node)):
-            totals[at] += amount * times
-    return Work(
-        tuple(steps),
-        block.loop,
-        barriers,
-        totals[0],
-        totals[1],
-        totals[2],
-        residence(block).peak,
-        tile_bytes,
-    )
+        product, vector, special = arithmetic(node)
+        products += product * times
+        vectors += vector * times
+        specials += special * times
+    peak = residence(block).peak
+    return Work(tuple(steps), block.loop, barriers, products, vectors, specials, peak, tile_bytes)
