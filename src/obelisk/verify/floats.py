@@ -9,6 +9,7 @@ the candidate must be finite wherever the program is. No tolerance is a fixed ab
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,15 @@ SLACK = 64  # two float64 evaluations in different orders against one float32 er
 ALLOWED = 4  # times the program's own error in the working dtype
 HEADROOM = 1 / 64  # of the largest number: above it the program itself is near its limit
 
-# Full size is looked at when it is about this cheap (a fraction of a second) ...
-CHEAP_WORK, CHEAP_ELEMENTS = 1_500_000_000, 4_000_000
-# ... and, to confirm a refutation, up to here (a few seconds).
-LIMIT_WORK, LIMIT_ELEMENTS = 8_000_000_000, 120_000_000
+
+class Effort(enum.Enum):
+    """How much work and how many input elements a look at full size may cost."""
+
+    LITTLE = (300_000_000, 4_000_000)  # for a candidate that was proved: tens of milliseconds
+    SOME = (1_500_000_000, 4_000_000)  # for one that was not: a fraction of a second
+    MUCH = (8_000_000_000, 120_000_000)  # to decide between refuted and tested: seconds
+
+
 _BLOCK_STEPS = 40_000  # node evaluations of a graph with short tiles, which runs block by block
 
 
@@ -62,9 +68,11 @@ class _Working(NumpyAlgebra):
         out = super().settle(value, dtype, block)
         if dtype.is_float and out.size:
             limit = _largest(dtype.accumulator if block else dtype)
-            with np.errstate(invalid="ignore"):
-                top = float(np.max(np.abs(np.where(np.isneginf(out), 0, out))))
-            self.nearness = max(self.nearness, np.inf if np.isnan(top) else top / limit)
+            low, high = float(np.min(out)), float(np.max(out))
+            if low == -np.inf:  # a masked score is meant
+                low = float(np.min(out, initial=0, where=~np.isneginf(out)))
+            top = max(high, -low) / limit
+            self.nearness = max(self.nearness, np.inf if np.isnan(top) else top)
         return out
 
 
@@ -168,8 +176,8 @@ class _Reference:
 
     arrays: list[Array]
     exact: list[Array]
-    single: list[Array] | None
-    working: list[Array] | None
+    single: list[Array]
+    working: list[Array]
     nearness: float
 
 
@@ -192,7 +200,7 @@ class FloatJudge:
         """All checks on a small instance; None when it passes."""
         names = [d for d, _ in DISTRIBUTIONS] if distributions is None else distributions
         for name in names:
-            reference = self._reference(instance.program, name, 1.0, True)
+            reference = self._reference(instance.program, name, 1.0)
             found = self._compare(instance, reference, name, 1.0)
             if found is not None:
                 return found
@@ -201,32 +209,35 @@ class FloatJudge:
         scale = self._largest_scale(instance.program)
         if scale is None:
             return None
-        reference = self._reference(instance.program, NEAR_OVERFLOW, scale, True)
+        reference = self._reference(instance.program, NEAR_OVERFLOW, scale)
         return self._compare(instance, reference, NEAR_OVERFLOW, scale)
 
-    def affordable(self, candidate: Graph, ragged: bool, generous: bool) -> bool:
+    def affordable(self, candidate: Graph, ragged: bool, effort: Effort) -> bool:
         """Whether one evaluation at full size is cheap enough."""
-        work, elements = (LIMIT_WORK, LIMIT_ELEMENTS) if generous else (CHEAP_WORK, CHEAP_ELEMENTS)
+        work, elements = effort.value
         if sum(n.elements for n in self.program.inputs) > elements:
             return False
-        if ragged and _block_steps(candidate) > (10 if generous else 1) * _BLOCK_STEPS:
+        if ragged and _block_steps(candidate) > (10 if effort is Effort.MUCH else 1) * _BLOCK_STEPS:
             return False
         return work_of(self.program) + work_of(candidate) <= work
 
-    def full(self, instance: Instance, meaning_only: bool = False) -> Difference | None:
-        """The checks on normal inputs at the sizes asked about."""
+    def full(
+        self, instance: Instance, meaning: bool = True, working: bool = True
+    ) -> Difference | None:
+        """The checks on normal inputs at the sizes asked about: `meaning` in float64, `working` in
+        the graphs' own dtypes.
+        """
         if self._full is None:
             # The largest of these scales at which the program itself is finite in its own dtypes.
             for scale in (1.0, 0.25, 1 / 16):
                 self._full_scale = scale
-                self._full = self._reference(self.program, "normal", scale, True)
-                working = self._full.working or []
-                if all(np.isfinite(w).all() for w in working):
+                self._full = self._reference(self.program, "normal", scale)
+                if all(np.isfinite(w).all() for w in self._full.working):
                     break
         assert self._full is not None
-        return self._compare(instance, self._full, "normal", self._full_scale, meaning_only)
+        return self._compare(instance, self._full, "normal", self._full_scale, meaning, working)
 
-    def _reference(self, program: Graph, name: str, scale: float, working: bool) -> _Reference:
+    def _reference(self, program: Graph, name: str, scale: float) -> _Reference:
         arrays = draw_inputs(program.inputs, name, self.seed, scale)
         exact = interpret(program, arrays, NumpyAlgebra(Precision.EXACT))
         single = interpret(program, arrays, _Single())
@@ -235,7 +246,7 @@ class FloatJudge:
             arrays,
             exact,
             single,
-            interpret(program, arrays, own) if working else None,
+            interpret(program, arrays, own),
             own.nearness,
         )
 
@@ -266,32 +277,43 @@ class FloatJudge:
         reference: _Reference,
         name: str,
         scale: float,
-        meaning_only: bool = False,
+        meaning: bool = True,
+        working: bool = True,
     ) -> Difference | None:
-        candidate = instance.candidate
-        exact = interpret(candidate, reference.arrays, NumpyAlgebra(Precision.EXACT))
-        working = (
-            None
-            if meaning_only or reference.working is None
-            else interpret(candidate, reference.arrays, _Working())
-        )
+        graph, arrays = instance.candidate, reference.arrays
+        exact = interpret(graph, arrays, NumpyAlgebra(Precision.EXACT)) if meaning else []
+        own = interpret(graph, arrays, NumpyAlgebra(Precision.WORKING)) if working else []
         where = (name, scale, instance.sizes, self.seed)
-        for k, (node, want, got) in enumerate(
-            zip(candidate.outputs, reference.exact, exact, strict=True)
-        ):
-            single = reference.single[k] if reference.single else want
-            at = _meaning(want, got, single)
-            if at is None and working is not None and reference.working is not None:
-                own, other = reference.working[k], working[k]
-                at = _range(own, other) if reference.nearness < HEADROOM else None
-                at = at or _accuracy(want, own, other, _unit(node.dtype))
-                want, got = (own if at and at[0] == "range" else want), other
-            if at is not None:
-                check, element, allowed = at
-                return Difference(
-                    check, k, element, float(want[element]), float(got[element]), allowed, *where
-                )
+        for k, node in enumerate(graph.outputs):
+            want = reference.exact[k]
+            if meaning:
+                found = _meaning(want, exact[k], reference.single[k])
+                if found is not None:
+                    return _difference(found, k, want, exact[k], where)
+            if not working:
+                continue
+            mine = reference.working[k]
+            if reference.nearness < HEADROOM:
+                found = _range(mine, own[k])
+                if found is not None:
+                    return _difference(found, k, mine, own[k], where)
+            found = _accuracy(want, mine, own[k], _unit(node.dtype))
+            if found is not None:
+                return _difference(found, k, want, own[k], where)
         return None
+
+
+def _difference(
+    found: tuple[str, tuple[int, ...], float],
+    output: int,
+    want: Array,
+    got: Array,
+    where: tuple[str, float, str, int],
+) -> Difference:
+    check, element, allowed = found
+    return Difference(
+        check, output, element, float(want[element]), float(got[element]), allowed, *where
+    )
 
 
 def _block_steps(graph: Graph) -> int:

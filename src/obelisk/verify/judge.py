@@ -16,7 +16,7 @@ from obelisk.ir.graph import Graph
 from obelisk.ir.node import Node, topological
 from obelisk.ir.op import Op
 from obelisk.verify.fieldtest import Agreement, FieldOutcome, run_instance
-from obelisk.verify.floats import Difference, FloatJudge
+from obelisk.verify.floats import Difference, Effort, FloatJudge
 from obelisk.verify.instances import Instance, full_instance, instances, work_of
 from obelisk.verify.prove import Prover
 from obelisk.verify.verdict import JudgeResult, Verdict, VerdictKind, refuted_malformed
@@ -149,9 +149,6 @@ class _Case:
             )
             if found is not None:
                 return found, case
-        if not any(c.full for c in cases) and floats.affordable(self.candidate, own.ragged, False):
-            self.notes.append("float64 also at full size")
-            return floats.full(own), own
         return None, own
 
     def _suspect(
@@ -168,15 +165,14 @@ class _Case:
             )
         if not size_bound(self.v.program, self.candidate):
             return self._refute(small, fields)
-        if self.v.floats.affordable(self.candidate, own.ragged, True):
-            full = self.v.floats.full(own, meaning_only=True)
+        if self.v.floats.affordable(self.candidate, own.ragged, Effort.MUCH):
+            full = self.v.floats.full(own, working=False)
             if full is not None:
                 return self._refute(str(full), fields)
         if _field_affordable(own):
             outcome = run_instance(own, self.v.seed, _DRAWS)
             if outcome.agreement is Agreement.MATCH:
-                self.notes.append("holds for these sizes only: at smaller ones the graphs differ")
-                return self._accept([own], [outcome], prove=False)
+                return self._accept_here(own, outcome)
             if outcome.agreement is Agreement.MISMATCH and not outcome.assumed:
                 return self._refute(f"fields: {outcome.detail}", outcome)
         return self._end(
@@ -186,17 +182,33 @@ class _Case:
             None,
         )
 
-    def _accept(
-        self, cases: Sequence[Instance], outcomes: Sequence[FieldOutcome], prove: bool = True
-    ) -> Verdict:
-        bound = "; ".join([bound_text(cases, outcomes), *self.notes])
-        if prove:
+    def _accept(self, cases: Sequence[Instance], outcomes: Sequence[FieldOutcome]) -> Verdict:
+        """Fields and floats agree at small sizes: prove, and look at full size where it is
+        cheap.
+        """
+        started = time.perf_counter()
+        proof = self.v.prover.prove(self.v.program, self.candidate)
+        self._note("proof", True if proof.joined else None, proof.detail, started)
+        own = full_instance(self.v.program, self.candidate)
+        if not any(c.full for c in cases) and self.v.floats.affordable(
+            self.candidate, own.ragged, Effort.LITTLE if proof.joined else Effort.SOME
+        ):
             started = time.perf_counter()
-            proof = self.v.prover.prove(self.v.program, self.candidate)
-            self._note("proof", True if proof.joined else None, proof.detail, started)
-            if proof.joined:
-                claim = "for all inputs, at every size that these cuts divide alike"
-                return self._end(VerdictKind.PROVED, f"{claim}; also {bound}", None)
+            difference = self.v.floats.full(own, meaning=not proof.joined)
+            self._note("floats", difference is None, str(difference or "full size agrees"), started)
+            if difference is not None:
+                return self._refute(str(difference), outcomes[0])
+            self.notes.append("floats also at full size")
+        bound = "; ".join([bound_text(cases, outcomes), *self.notes])
+        if proof.joined:
+            claim = "for all inputs, at every size that these cuts divide alike"
+            return self._end(VerdictKind.PROVED, f"{claim}; also {bound}", None)
+        return self._end(VerdictKind.TESTED, bound, None)
+
+    def _accept_here(self, own: Instance, outcome: FieldOutcome) -> Verdict:
+        """The graphs agree at these sizes and not at smaller ones."""
+        note = "holds for these sizes only: at smaller ones the graphs differ"
+        bound = "; ".join([bound_text([own], [outcome]), note, *self.notes])
         return self._end(VerdictKind.TESTED, bound, None)
 
     def _refute(self, witness: str, fields: FieldOutcome) -> Verdict:
