@@ -65,10 +65,10 @@ class _Search:
             self.stopped = "time"
         elif self.counts.states > self.budget.states:
             self.stopped = "states"
-        elif _memory() > self.budget.memory:
-            self.stopped = "memory"
         if now - self._reported > REPORT_SECONDS:
             self._reported = now
+            if _memory() > self.budget.memory:
+                self.stopped = "memory"
             self.progress.update("search", self._now())
         return bool(self.stopped)
 

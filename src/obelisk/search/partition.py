@@ -23,6 +23,9 @@ from obelisk.search.sizes import Instance, standalone
 
 _FREE = frozenset({Op.INPUT, Op.CONST, Op.SIZE, Op.IOTA})
 
+# An unsearched interval is expected to take this times its roofline, or less if a searched one did.
+EXPECTED = 1.5
+
 
 @dataclass
 class Interval:
@@ -41,11 +44,6 @@ class Interval:
     bound: float
     instances: list[Instance] | None = None
     seconds: float | None = None
-
-    @property
-    def value(self) -> float:
-        """The known cost, else the bound."""
-        return self.bound if self.seconds is None else self.seconds
 
 
 @dataclass
@@ -66,6 +64,7 @@ class Partition:
             n for n in topological(graph.outputs) if n.op not in _FREE and not self._is_free_view(n)
         ]
         self.position = {n: i for i, n in enumerate(self.order)}
+        self.efficiency = EXPECTED
         self._intervals: dict[tuple[int, int], Interval | None] = {}
         self._primitive = {n: self._primitive_seconds(n) for n in self.order}
         # The last position at which each value is still read.
@@ -137,6 +136,8 @@ class Partition:
         if len(interval.nodes) == 1:
             best = min(best, self._primitive[interval.nodes[0]])
         interval.seconds = best
+        if interval.bound > 0 and best < inf and len(interval.nodes) > 1:
+            self.efficiency = min(self.efficiency, max(1.0, best / interval.bound))
 
     def shortest(
         self, known_only: bool, banned: frozenset[tuple[int, int]] = frozenset()
@@ -153,11 +154,15 @@ class Partition:
                 got = self.interval(i, j)
                 if got is None:
                     continue
-                value = got.value
-                if known_only and got.seconds is None:
-                    if j - i > 1:
-                        continue
+                if got.seconds is not None:
+                    value = got.seconds
+                elif not known_only:
+                    # Few kernels come closer to their bound than this; expect no miracle.
+                    value = got.bound * self.efficiency
+                elif j - i == 1:
                     value = self._primitive[got.nodes[0]]
+                else:
+                    continue
                 if best[i] + value < best[j]:
                     best[j], back[j], start[j] = best[i] + value, got, i
         if best[n] == inf:

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 Axis = int
-Mono = tuple[tuple[int, Fraction], ...]  # (factor, exponent), sorted by factor
+Number = int | Fraction  # almost always an int; Fraction is slow
+Mono = tuple[tuple[int, Number], ...]  # (factor, exponent), sorted by factor
 ONE: Mono = ()
 
 
@@ -29,7 +30,7 @@ class Poly:
     __slots__ = ("axes", "id", "terms")
 
     def __init__(
-        self, ident: int, terms: tuple[tuple[Mono, Fraction], ...], axes: frozenset[Axis]
+        self, ident: int, terms: tuple[tuple[Mono, Number], ...], axes: frozenset[Axis]
     ) -> None:
         self.id, self.terms, self.axes = ident, terms, axes
 
@@ -49,6 +50,8 @@ class Terms:
         self.free: list[frozenset[Axis]] = []
         self._polys: dict[object, Poly] = {}
         self._memo: dict[object, Poly] = {}
+        self._masses: dict[int, Number] = {}
+        self._weights: dict[int, Number] = {}
         self._fresh = 1_000_000  # renamed bound axes
 
     # -- factors ---------------------------------------------------------------------------------
@@ -61,7 +64,7 @@ class Terms:
             self.free.append(free)
         return found
 
-    def poly(self, terms: dict[Mono, Fraction]) -> Poly:
+    def poly(self, terms: dict[Mono, Number]) -> Poly:
         """The interned polynomial with these terms."""
         items = tuple(sorted((m, c) for m, c in terms.items() if c))
         found = self._polys.get(items)
@@ -74,14 +77,14 @@ class Terms:
 
     def atom(self, *kind: object, free: frozenset[Axis]) -> Poly:
         """A polynomial that is one atom."""
-        return self.poly({((self.factor(kind, free), Fraction(1)),): Fraction(1)})
+        return self.poly({((self.factor(kind, free), 1),): 1})
 
     def constant(self, value: float) -> Poly:
         """A constant; 0 and 1 are the field's, others are atoms (so that powers of them stay
         bounded).
         """
         if value in (0.0, 1.0, -1.0):
-            return self.poly({ONE: Fraction(int(value))})
+            return self.poly({ONE: int(value)})
         return self.atom("const", value, free=frozenset())
 
     # -- arithmetic ------------------------------------------------------------------------------
@@ -91,7 +94,7 @@ class Terms:
         if key not in self._memo:
             terms = dict(a.terms)
             for m, c in b.terms:
-                terms[m] = terms.get(m, Fraction(0)) + sign * c
+                terms[m] = terms.get(m, 0) + sign * c
             self._memo[key] = self.poly(terms)
         return self._memo[key]
 
@@ -109,11 +112,11 @@ class Terms:
                     "product", first.id, second.id, (first, second), free=a.axes | b.axes
                 )
             else:
-                terms: dict[Mono, Fraction] = {}
+                terms: dict[Mono, Number] = {}
                 for m, c in a.terms:
                     for n, d in b.terms:
                         p = _product(m, n)
-                        terms[p] = terms.get(p, Fraction(0)) + c * d
+                        terms[p] = terms.get(p, 0) + c * d
                 self._memo[key] = self.poly(terms)
         return self._memo[key]
 
@@ -121,17 +124,17 @@ class Terms:
         """1 / a."""
         if len(a.terms) == 1:
             ((mono, c),) = a.terms
-            return self.poly({tuple((f, -e) for f, e in mono): 1 / c})
+            return self.poly({tuple((f, -e) for f, e in mono): _reciprocal(c)})
         return self.atom("inverse", a.id, a, free=a.axes)
 
     def sum(self, a: Poly, axis: Axis) -> Poly:
         """The sum over an axis."""
         key = ("sum", a.id, axis)
         if key not in self._memo:
-            terms: dict[Mono, Fraction] = {}
+            terms: dict[Mono, Number] = {}
             for m, c in a.terms:
                 p = self._sum_mono(m, axis)
-                terms[p] = terms.get(p, Fraction(0)) + c
+                terms[p] = terms.get(p, 0) + c
             self._memo[key] = self.poly(terms)
         return self._memo[key]
 
@@ -140,7 +143,7 @@ class Terms:
         outside = tuple((f, e) for f, e in mono if axis not in self.free[f])
         if not inside:
             size = self.factor(("size", axis), frozenset())
-            return _product(outside, ((size, Fraction(1)),))
+            return _product(outside, ((size, 1),))
         axes, body = {axis}, ONE
         for f, e in inside:
             kind = self.kind[f]
@@ -155,7 +158,7 @@ class Terms:
                 body = _product(body, inner)
             else:
                 body = _product(body, ((f, e),))
-        return _product(outside, ((self._component(frozenset(axes), body), Fraction(1)),))
+        return _product(outside, ((self._component(frozenset(axes), body), 1),))
 
     def _component(self, axes: frozenset[Axis], body: Mono) -> int:
         free = frozenset().union(*(self.free[f] for f, _ in body)) - axes
@@ -180,11 +183,11 @@ class Terms:
 
     def exp(self, a: Poly) -> Poly:
         """exp(a) as a product over the terms of a."""
-        mono: dict[int, Fraction] = {}
+        mono: dict[int, Number] = {}
         for m, c in a.terms:
             free: frozenset[Axis] = frozenset().union(*(self.free[f] for f, _ in m))
             mono[self.factor(("exp", m), free)] = c
-        return self.poly({tuple(sorted(mono.items())): Fraction(1)})
+        return self.poly({tuple(sorted(mono.items())): 1})
 
     def function(self, name: str, *args: Poly) -> Poly:
         """An uninterpreted elementwise function."""
@@ -199,20 +202,36 @@ class Terms:
                 return a
         return self.atom("peak", frozenset({axis}), a.id, a, free=a.axes - {axis})
 
-    def mass(self, a: Poly) -> Fraction | None:
+    def mass(self, a: Poly) -> Number | None:
         """How many atoms a monomial is made of, powers counted, gauge aside; None for a longer
         polynomial.
         """
-        return self._mass(a.terms[0][0]) if len(a.terms) == 1 else None
+        if len(a.terms) != 1:
+            return None
+        found = self._masses.get(a.id)
+        if found is None:
+            found = self._masses[a.id] = sum(abs(e) * self._weight_of(f) for f, e in a.terms[0][0])
+        return found
 
-    def _mass(self, mono: Mono) -> Fraction:
-        total = Fraction(0)
+    def _total(self, mono: Mono) -> Number:
+        total: Number = 0
         for f, e in mono:
-            if not self.is_gauge(f):
-                kind = self.kind[f]
-                inner = self._mass(kind[2]) if kind[0] == "component" else Fraction(1)  # type: ignore[arg-type]
-                total += abs(e) * inner
+            total += abs(e) * self._weight_of(f)
         return total
+
+    def _weight_of(self, factor: int) -> Number:
+        """Atoms in one factor."""
+        found = self._weights.get(factor)
+        if found is None:
+            kind = self.kind[factor]
+            if self.is_gauge(factor):
+                found = 0
+            elif kind[0] == "component":
+                found = self._total(kind[2])  # type: ignore[arg-type]
+            else:
+                found = 1
+            self._weights[factor] = found
+        return found
 
     def cancels(self, result: Poly, *operands: Poly) -> bool:
         """True if a product, quotient or sum of monomials undid a factor: its mass is not that of
@@ -250,6 +269,11 @@ class Terms:
         return tuple((f, e) for f, e in mono if not self.is_gauge(f))
 
 
+def _reciprocal(c: Number) -> Number:
+    """1 / c, an int where it is one."""
+    return c if c in (1, -1) else Fraction(1) / c
+
+
 def _product(a: Mono, b: Mono) -> Mono:
     if not a:
         return b
@@ -257,7 +281,7 @@ def _product(a: Mono, b: Mono) -> Mono:
         return a
     out = dict(a)
     for f, e in b:
-        total = out.get(f, Fraction(0)) + e
+        total = out.get(f, 0) + e
         if total:
             out[f] = total
         else:
@@ -270,7 +294,7 @@ class Goal:
 
     def __init__(self, terms: Terms, goals: Iterable[Poly]) -> None:
         self.arena = terms
-        self.contexts: list[tuple[tuple[Mono, Fraction], ...]] = []
+        self.contexts: list[tuple[tuple[Mono, Number], ...]] = []
         self._seen: set[object] = set()
         self._useful: dict[int, bool] = {}
         for goal in goals:
@@ -291,13 +315,13 @@ class Goal:
                 continue
             self._seen.add(("factor", f, e < 0))
             if e < 0:
-                self._context(t.poly({((f, -e),): Fraction(1)}))
+                self._context(t.poly({((f, -e),): 1}))
             kind = t.kind[f]
             match kind[0]:
                 case "component":
                     self._factors(kind[2])  # type: ignore[arg-type]
                 case "exp":
-                    self._context(t.poly({kind[1]: Fraction(1)}))  # type: ignore[dict-item]
+                    self._context(t.poly({kind[1]: 1}))  # type: ignore[dict-item]
                 case "function":
                     for arg in kind[3]:  # type: ignore[attr-defined]
                         self._context(arg)
@@ -306,11 +330,11 @@ class Goal:
                         self._context(arg)
                 case "peak":
                     self._context(kind[3])  # type: ignore[arg-type]
-                    self._context(t.poly({((f, Fraction(1)),): Fraction(1)}))
+                    self._context(t.poly({((f, 1),): 1}))
                 case "inverse":
                     self._context(kind[2])  # type: ignore[arg-type]
                 case "renamed":
-                    self._factors(((kind[3], Fraction(1)),))  # type: ignore[arg-type]
+                    self._factors(((kind[3], 1),))  # type: ignore[arg-type]
 
     def useful(self, poly: Poly) -> bool:
         """True if some context contains `poly` times one cofactor (a product, sums over axes
@@ -326,7 +350,7 @@ class Goal:
         return any(self._within(terms, context) for context in self.contexts)
 
     def _within(
-        self, terms: list[tuple[Mono, Fraction]], context: tuple[tuple[Mono, Fraction], ...]
+        self, terms: list[tuple[Mono, Number]], context: tuple[tuple[Mono, Number], ...]
     ) -> bool:
         """True if terms * cofactor is part of the context, with one ratio of coefficients."""
         if not terms or len(terms) > len(context):
@@ -348,8 +372,8 @@ class Goal:
         undone.
         """
         arena = self.arena
-        slots: dict[int, Fraction] = {}
-        components: list[tuple[frozenset[Axis], dict[int, Fraction]]] = []
+        slots: dict[int, Number] = {}
+        components: list[tuple[frozenset[Axis], dict[int, Number]]] = []
         for f, e in t:
             kind = arena.kind[f]
             if kind[0] == "component" and e > 0:
@@ -357,20 +381,20 @@ class Goal:
                     components.append((kind[1], dict(kind[2])))  # type: ignore[arg-type, call-overload]
             else:
                 slots[f] = e
-        items: list[tuple[int, Fraction]] = []
+        items: list[tuple[int, Number]] = []
         for f, e in v:
             if arena.kind[f][0] == "component" and e > 0:
-                items.extend([(f, Fraction(1))] * int(e))
+                items.extend([(f, 1)] * int(e))
             else:
                 items.append((f, e))
         return self._place(items, 0, slots, components)
 
     def _place(
         self,
-        items: list[tuple[int, Fraction]],
+        items: list[tuple[int, Number]],
         at: int,
-        slots: dict[int, Fraction],
-        components: list[tuple[frozenset[Axis], dict[int, Fraction]]],
+        slots: dict[int, Number],
+        components: list[tuple[frozenset[Axis], dict[int, Number]]],
     ) -> Iterator[object]:
         if at == len(items):
             parts = sorted(
@@ -384,9 +408,7 @@ class Goal:
             axes: frozenset[Axis] = kind[1]  # type: ignore[assignment]
             body: Mono = kind[2]  # type: ignore[assignment]
             for i, (bound, inner) in enumerate(components):
-                if not axes <= bound or any(
-                    not _covers(inner.get(g, Fraction(0)), x) for g, x in body
-                ):
+                if not axes <= bound or any(not _covers(inner.get(g, 0), x) for g, x in body):
                     continue
                 left = _minus(inner, body)
                 if any(axes & self.arena.free[g] for g in left):
@@ -398,20 +420,20 @@ class Goal:
                     [*components[:i], (bound - axes, left), *components[i + 1 :]],
                 )
             return
-        if _covers(slots.get(f, Fraction(0)), e):
+        if _covers(slots.get(f, 0), e):
             yield from self._place(items, at + 1, _minus(slots, ((f, e),)), components)
         for i, (bound, inner) in enumerate(components):
-            if _covers(inner.get(f, Fraction(0)), e):
+            if _covers(inner.get(f, 0), e):
                 rest = [*components[:i], (bound, _minus(inner, ((f, e),))), *components[i + 1 :]]
                 yield from self._place(items, at + 1, slots, rest)
 
 
-def _covers(have: Fraction, want: Fraction) -> bool:
+def _covers(have: Number, want: Number) -> bool:
     """True if a power `have` contains a power `want` of the same sign."""
     return (have >= want > 0) or (have <= want < 0)
 
 
-def _minus(a: dict[int, Fraction], b: Mono) -> dict[int, Fraction]:
+def _minus(a: dict[int, Number], b: Mono) -> dict[int, Number]:
     out = dict(a)
     for f, e in b:
         left = out[f] - e
