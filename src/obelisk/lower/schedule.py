@@ -59,12 +59,14 @@ class Rules:
         alias: read loads and write results in place where possible (False: copy every tile).
         work: elements of packing space for a product of (rows, columns, depth) and a dtype.
         arena_limit: bytes of fast memory that a block may use.
+        mixed: products read operands of any dtype in place and convert them as they go.
     """
 
     lanes: int
     alias: bool
     work: Callable[[Product], int]
     arena_limit: int
+    mixed: bool = False
 
 
 def compute_type(dtype: DType) -> DType:
@@ -251,7 +253,7 @@ class _Scheduler:
         """A value as operand of a product, in its compute type."""
         view = self.views[node]
         kind = compute_type(node.dtype)
-        if self.buffers[view.buffer].dtype is kind and (
+        if (self.rules.mixed or self.buffers[view.buffer].dtype is kind) and (
             self.rules.alias or self.buffers[view.buffer].kind is BufferKind.TILE
         ):
             return view

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from obelisk.base.digest import digest
 from obelisk.base.errors import Infeasible
+from obelisk.ir.dtype import DType
 from obelisk.ir.graph import Graph
 from obelisk.lower.cpu.emit import arena_stride, emit_program
 from obelisk.lower.cpu.options import CpuModule, CpuOptions
@@ -19,6 +20,7 @@ from obelisk.machine.description import Machine, MachineKind
 ARENA_LIMIT = 1 << 28  # bytes of fast memory per thread: beyond this a tile is no tile
 SCRATCH_LIMIT = 1 << 36  # bytes between kernels
 MAX_THREADS = 256
+STREAM_COLUMNS, STREAM_DEPTH, STREAM_GAP = 2048, 6, 16  # OB_SN, OB_SK, OB_GAP of blocking.h
 DEFAULT = CpuOptions()
 
 __all__ = ["CpuModule", "CpuOptions", "cpu_program", "lower_cpu", "variants"]
@@ -28,9 +30,31 @@ def _rules(machine: Machine, options: CpuOptions) -> Rules:
     lanes = machine.vector_bytes // 4
 
     def work(product: Product) -> int:
-        return options.depth * options.vectors * lanes
+        return work_elements(product, options, lanes)
 
     return Rules(lanes, options.alias, work, ARENA_LIMIT)
+
+
+def work_elements(product: Product, options: CpuOptions, lanes: int) -> int:
+    """Elements that the product routine needs to pack operands or keep sums in.
+
+    `lanes` counts f32 elements of a vector. Mirrors `ob_packed` and `ob_streamed` of
+    runtime/product.h.
+    """
+    m, n = product.c.sizes[-2:]
+    k = product.a.sizes[-1]
+    w = lanes // 2 if product.dtype is DType.F64 else lanes
+    nr = w * options.vectors
+    pair = 2 * w
+    wide = -(-min(n, STREAM_COLUMNS) // pair) * pair + pair
+    streamed = min(m, options.stream_rows) * (STREAM_DEPTH + wide + STREAM_GAP)
+    if m <= options.stream_rows and product.b.strides[-1] == 1:
+        return streamed
+    deep = min(k, options.depth)
+    wide = -(-min(n, options.block_columns) // nr) * nr + nr
+    rows = -(-min(m, options.block_rows) // options.rows) * options.rows
+    # A short tile may have few enough rows for the streamed way.
+    return max(streamed, deep * wide + deep * rows)
 
 
 def cpu_program(graph: Graph, machine: Machine, options: CpuOptions = DEFAULT) -> TileProgram:

@@ -50,6 +50,10 @@ def prelude(program: TileProgram, options: CpuOptions, lanes: int, threads: int)
         "OB_MR": options.rows,
         "OB_NV": options.vectors,
         "OB_KC": options.depth,
+        "OB_MC": options.block_rows // options.rows * options.rows,
+        "OB_NC": options.block_columns,
+        "OB_PACK_COLUMNS": options.pack_columns,
+        "OB_STREAM_ROWS": options.stream_rows,
     }
     types = {"f32": ("float", "vf"), "f64": ("double", "vd"), "i32": ("int32_t", "vi")}
     parts = [
@@ -61,11 +65,28 @@ def prelude(program: TileProgram, options: CpuOptions, lanes: int, threads: int)
         runtime("pool.h"),
     ]
     if kinds:
-        parts.append(runtime("product.h"))
+        parts += [runtime("blocking.h"), _cases(options)]
     for k in kinds:
         ctype, vector = types[k]
-        parts.append(f"OB_PRODUCT({k}, {ctype}, {vector})")
+        parts += [
+            f"#define OB_T {ctype}",
+            f"#define OB_V {vector}",
+            f"#define OB_(name) ob_##name##_{k}",
+            runtime("product.h"),
+            "#undef OB_T",
+            "#undef OB_V",
+            "#undef OB_",
+        ]
     return "\n".join(parts)
+
+
+def _cases(options: CpuOptions) -> str:
+    """The row counts that a product's inner loops are compiled for."""
+    rest = " ".join(
+        f"case {r}: OB_(micro)({r}, 0, k, a, ars, acs, b, c, crs, n, add); break;"
+        for r in range(1, options.rows)
+    )
+    return f"#define OB_ROWS_REST {rest}"
 
 
 def statements(kernel: Kernel) -> tuple[Statement, ...]:

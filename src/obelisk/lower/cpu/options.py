@@ -17,6 +17,9 @@ class CpuOptions:
         rows: rows of a product's register block.
         vectors: vectors of columns of a product's register block.
         depth: how many steps of a product's depth are packed at a time.
+        block_rows, block_columns: rows and columns of a product that are packed at a time.
+        pack_columns: the left operand is packed where the result has more columns than this.
+        stream_rows: products of at most so many rows read the right operand in place, once.
         alias: read tiles and write results in device memory where no copy is needed.
         unroll: vectors per step of a loop that folds along lanes.
         blocks_per_core: how finely predefined operators are cut.
@@ -27,6 +30,10 @@ class CpuOptions:
     rows: int = 6
     vectors: int = 2
     depth: int = 256
+    block_rows: int = 192
+    block_columns: int = 512
+    pack_columns: int = 128
+    stream_rows: int = 8
     alias: bool = True
     unroll: int = 4
     blocks_per_core: int = 4

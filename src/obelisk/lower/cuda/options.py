@@ -1,0 +1,117 @@
+"""What can be chosen when lowering for CUDA, and what a lowered module is.
+
+Frozen records only. `CudaOptions` is part of a kernel's identity: the same graph, machine and
+options give the same text, byte for byte.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class CudaOptions:
+    """Lowering choices.
+
+    Attributes:
+        fragments: keep tiles in registers as matrix fragments where a kernel allows it (False:
+            every kernel keeps its tiles in shared memory).
+        groups: groups of warps that share the iterations of a block's loop (0: chosen).
+        row_warps: warps of a group, which share the rows of its tiles (0: chosen).
+        stages: tiles in flight ahead of the arithmetic (0: as many as fit, at most 4).
+        loop_scale: iterations are cut into this many shorter ones before lowering (0: chosen).
+        fuse_combine: the last block to finish combines the parts of a split fold, in the same
+            kernel.
+        threads: threads of a block whose tiles are in shared memory.
+    """
+
+    fragments: bool = True
+    groups: int = 0
+    row_warps: int = 0
+    stages: int = 0
+    loop_scale: int = 0
+    fuse_combine: bool = True
+    threads: int = 256
+
+
+class Place(enum.Enum):
+    """Which memory an argument points into."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+    SCRATCH = "scratch"
+    COUNTER = "counter"  # zeros before the first call; every kernel leaves zeros behind
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A kernel argument: a device address, `offset` bytes into input or output number `index`, the
+    scratch memory or the counters.
+    """
+
+    place: Place
+    index: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKernel:
+    """One kernel.
+
+    Attributes:
+        entry: name of the `extern "C"` function.
+        source: a whole translation unit.
+        blocks, threads: of a launch (one-dimensional).
+        shared: bytes of dynamic shared memory.
+        cluster: blocks of a cluster (1: none).
+        notes: what was decided, for people.
+    """
+
+    entry: str
+    source: str
+    blocks: int
+    threads: int
+    shared: int
+    cluster: int = 1
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CudaLaunch:
+    """A launch of kernel number `kernel` with these arguments. `origin` names the graph's node."""
+
+    kernel: int
+    arguments: tuple[Pointer, ...]
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaModule:
+    """A lowered graph.
+
+    Attributes:
+        kernels: distinct kernels.
+        launches: in order; each may depend on all before it.
+        scratch_bytes: device memory between kernels, 256-byte aligned; calls that overlap need
+            their own.
+        counters: number of 32-bit counters, zeroed once.
+        digest: of everything above.
+        notes: for people.
+    """
+
+    kernels: tuple[CudaKernel, ...]
+    launches: tuple[CudaLaunch, ...]
+    scratch_bytes: int
+    counters: int
+    digest: str
+    notes: tuple[str, ...]
+
+    @property
+    def threads(self) -> int:
+        """Threads of all launches together."""
+        return sum(
+            prod((self.kernels[c.kernel].blocks, self.kernels[c.kernel].threads))
+            for c in self.launches
+        )
