@@ -111,6 +111,35 @@ def test_a_clear_order_ends_the_race_early() -> None:
     assert len(field.runners[1].values) == 2 * FIRST
 
 
+@pytest.mark.parametrize(("times", "expected"), [([1.0, 0.5], True), ([1.0, 0.9], False)])
+def test_with_few_rounds_only_a_large_lead_counts(times: list[float], expected: bool) -> None:
+    """Three rounds, no statistics: a factor of two is believed, a tenth is not."""
+    field = Field(times, noise=0.001, seed=3)
+    race(field.runners, field.turn, 1e9, rounds=3, clock=lambda: field.now)
+    own, other = field.runners
+    assert len(own.values) == 3
+    assert significantly_slower(own, other) is expected
+
+
+def test_interference_does_not_hide_the_fastest() -> None:
+    """Another job slows half of all turns by up to three times: the order of ten races is right."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        field = Field([1.0, 0.6, 0.8], noise=0.01, seed=seed)
+
+        def turn(
+            r: Runner, field: Field = field, rng: np.random.Generator = rng
+        ) -> tuple[list[float], int]:
+            slow = 1 + 2 * rng.random() * (rng.random() < 0.5)
+            return [field.call(r.key) * slow for _ in range(3)], 3
+
+        race(field.runners, turn, 1e9, seed, clock=lambda field=field: field.now)
+        first = leader(field.runners)
+        assert first is not None
+        assert first.key == 1
+        assert significantly_slower(field.runners[0], first)
+
+
 def test_the_deadline_ends_it() -> None:
     """In the middle of a round if need be; what was measured stays."""
     field = Field([1.0] * 5)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import exp, log
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from obelisk.tune.stats import median, slower_p
 
 SIGNIFICANT = 0.01  # one-sided sign test
 TIE = 0.01  # medians closer than this are equal for every practical purpose
+HINT = 1.25  # ratio that is believed without statistics
 FIRST = 7  # rounds before the first judgement: the fewest at which the test can reach SIGNIFICANT
 ROUNDS = 56
+FAR = 2.0  # times the leader: a pinned runner need not run to the end
 HOPELESS = 4.0  # times the fastest in the probe: not raced at all
 
 
@@ -30,7 +33,8 @@ class Runner:
 
     Attributes:
         key: index for the caller.
-        pinned: never dropped (the program's own kernels, baselines): a report needs its time.
+        pinned: the program's own kernels and baselines, whose time the report needs: dropped only
+            when it is known well enough.
         candidate: may win.
         estimate: seconds of a call by the probe.
         values: per round, the median of its samples.
@@ -47,8 +51,8 @@ class Runner:
     out: str = ""
 
     @property
-    def score(self) -> float:
-        """Median over rounds; the probe's estimate before the first one."""
+    def typical(self) -> float:
+        """Median over rounds: what is reported. The probe's estimate before the first round."""
         return median(self.values) if self.values else self.estimate
 
 
@@ -101,18 +105,37 @@ def race(
     return f"{rounds} rounds were run"
 
 
+def ratio(a: Runner, b: Runner) -> float:
+    """How many times slower `a` is than `b`: the median over rounds of their ratio in each round.
+
+    What disturbs a round disturbs both, so drift cancels; without common rounds the probe decides.
+    """
+    pairs = list(zip(a.values, b.values, strict=False))
+    return median(x / y for x, y in pairs) if pairs else a.estimate / b.estimate
+
+
 def leader(runners: Sequence[Runner]) -> Runner | None:
-    """The candidate with the smallest score among those still in."""
-    return min(
-        (r for r in runners if r.candidate and not r.out), key=lambda r: r.score, default=None
-    )
+    """The fastest candidate among those still in: the smallest median over rounds.
+
+    Times count relative to their round, that is, to the geometric mean of all who ran in it.
+    """
+    entered = [r for r in runners if r.candidate and not r.out]
+    rounds = min((len(r.values) for r in entered), default=0)
+    if not rounds:
+        return min(entered, key=lambda r: r.estimate, default=None)
+    means = [exp(sum(log(r.values[i]) for r in entered) / len(entered)) for i in range(rounds)]
+    return min(entered, key=lambda r: median(v / m for v, m in zip(r.values, means, strict=False)))
 
 
 def significantly_slower(a: Runner, b: Runner) -> bool:
-    """Whether `a` lost to `b` in so many paired rounds that chance is ruled out, and by more than a
-    tie.
+    """Whether `a` is slower than `b` by more than a tie, in too many rounds for chance.
+
+    Below FIRST rounds no test can say so: then `a` must have lost every round, by HINT.
     """
-    return a.score > (1 + TIE) * b.score and slower_p(a.values, b.values) < SIGNIFICANT
+    pairs = list(zip(a.values, b.values, strict=False))
+    if len(pairs) < FIRST:
+        return ratio(a, b) > HINT and all(x > y for x, y in pairs)
+    return ratio(a, b) > 1 + TIE and slower_p(a.values, b.values) < SIGNIFICANT
 
 
 def _drop(runners: Sequence[Runner], done: int) -> None:
@@ -122,13 +145,14 @@ def _drop(runners: Sequence[Runner], done: int) -> None:
     for r in runners:
         if not r.out and r.candidate and not r.pinned and significantly_slower(r, first):
             r.out = f"significantly slower after {done} rounds"
-    field_ = sorted((r for r in runners if r.candidate and not r.out), key=lambda r: r.score)
-    for r in field_[max(2, -(-len(field_) // 2)) :]:
-        if not r.pinned and r.score > (1 + TIE) * first.score:
+    entered = [r for r in runners if r.candidate and not r.out]
+    order = sorted(entered, key=lambda r: ratio(r, first))
+    for r in order[max(2, -(-len(order) // 2)) :]:
+        if not r.pinned and ratio(r, first) > 1 + TIE:
             r.out = f"in the slower half after {done} rounds"
     for r in runners:
         # A baseline that is far off has been timed often enough for the report.
-        if not r.candidate and not r.out and done >= 2 * FIRST and r.score > 2 * first.score:
+        if r.pinned and not r.out and done >= 2 * FIRST and ratio(r, first) > FAR:
             r.out = f"far slower after {done} rounds"
 
 
@@ -138,5 +162,5 @@ def _settled(runners: Sequence[Runner], done: int) -> bool:
         return False
     rivals = [r for r in runners if not r.out and r is not first]
     clear = all(significantly_slower(r, first) or significantly_slower(first, r) for r in rivals)
-    tied = all(abs(r.score / first.score - 1) <= TIE for r in rivals)
+    tied = all(abs(ratio(r, first) - 1) <= TIE for r in rivals)
     return clear or (tied and done >= 4 * FIRST)

@@ -23,7 +23,7 @@ from obelisk.machine.host import host
 from obelisk.tune.bench import Bench
 from obelisk.tune.inputs import input_specs, output_specs
 from obelisk.tune.judge import Judgement
-from obelisk.tune.race import Runner, leader, race, significantly_slower
+from obelisk.tune.race import HINT, Runner, leader, race, ratio, significantly_slower
 from obelisk.tune.stats import interval, quartile_range
 from obelisk.tune.supervisor import Fallen
 from obelisk.tune.types import Contender, Measured, Status, TuneItem, TuneReport, count_line
@@ -267,7 +267,7 @@ class _Tuning:
 
         def watch(done: int, alive: Sequence[Runner]) -> None:
             first = leader(alive)
-            best = first.score * 1e6 if first else 0.0
+            best = first.typical * 1e6 if first else 0.0
             self.progress.update("race", {"round": done, "alive": len(alive), "best_us": best})
 
         runners = [s.runner for s in entered if s.runner is not None]
@@ -399,36 +399,35 @@ class _Tuning:
 
     def _choose(self) -> tuple[int | None, str]:
         good = [k for k in range(len(self.items)) if self.states[k].status is Status.OK]
-        raced = [k for k in good if (r := self.states[k].runner) and r.values]
+        raced = [r for k in good if (r := self.states[k].runner) and r.values]
         if not good:
             counts = [s.status for s in self.states[: len(self.items)]]
             words = count_line({s.value: counts.count(s) for s in Status if s in counts})
             return None, f"no item is right: {words}"
         if not raced:
-            best = min(good, key=lambda k: self._seconds(k))
+            best = min(good, key=self._seconds)
+            if 0 in good and self._seconds(0) <= HINT * self._seconds(best):
+                return 0, "no time for a race, and nothing was far faster in the checked calls"
             return best, "fastest in the checked calls; there was no time for a race"
-        best = min(raced, key=self._seconds)
-        own, first = self.states[0].runner, self.states[best].runner
-        if best == 0:
+        first = leader([r for r in raced if not r.out]) or min(raced, key=lambda r: r.typical)
+        own = next((r for r in raced if r.key == 0), None)
+        if first is own:
             return 0, "the program's own kernels are the fastest"
-        if 0 in raced and own is not None and first is not None:
-            ratio = own.score / first.score
-            if not significantly_slower(own, first):
-                return 0, (
-                    "nothing beats the program's own kernels beyond noise "
-                    f"(the best is {ratio:.3f} times as fast, {len(first.values)} rounds)"
-                )
-            return (
-                best,
-                f"{ratio:.2f} times as fast as the program's own kernels ({self.states[0].name})",
+        if own is None:
+            return first.key, "fastest of the right items; the program's own were not raced"
+        lead, rounds = ratio(own, first), len(first.values)
+        if not significantly_slower(own, first):
+            return 0, (
+                "nothing beats the program's own kernels beyond noise "
+                f"(the best is {lead:.3f} times as fast, {rounds} rounds)"
             )
-        return best, "fastest of the right items; the program's own kernels were not timed"
+        name = self.states[0].name
+        return first.key, f"{lead:.2f} times as fast as the program's own kernels ({name})"
 
     def _seconds(self, key: int) -> float:
-        state = self.states[key]
-        if state.runner is not None:
-            return state.runner.score
-        return state.seconds if state.seconds is not None else float("inf")
+        """Of a checked call."""
+        seconds = self.states[key].seconds
+        return float("inf") if seconds is None else seconds
 
     def _measured(self, state: _State) -> Measured:
         runner = state.runner
@@ -439,7 +438,7 @@ class _Tuning:
         low, high = interval(values) if values else (None, None)
         return Measured(
             name=state.name, status=state.status, detail=detail,
-            seconds=runner.score if runner is not None else state.seconds,
+            seconds=runner.typical if runner is not None else state.seconds,
             spread=quartile_range(values) if values else None, low=low, high=high,
             rounds=len(values), calls=runner.calls if runner is not None else 0,
             error=state.error, share=state.share, repeatable=state.repeatable,
