@@ -248,3 +248,15 @@ def copy_tree(target: Path) -> None:
     shutil.copytree(
         ROOT / "src", target / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
     )
+
+
+def test_readme_table_is_the_measurement() -> None:
+    """The README's table is what `bench/readme_table.py` makes of the stored results."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        from readme_table import RESULTS, table
+    finally:
+        sys.path.pop(0)
+    import json
+
+    assert table(json.loads(RESULTS.read_text())) in (ROOT / "README.md").read_text()

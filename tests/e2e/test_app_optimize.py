@@ -479,7 +479,7 @@ def page_parts(best: ob.Compiled) -> tuple[str, str]:
     from obelisk.ir.svg import to_svg
     from obelisk.ir.text import to_text
 
-    return to_svg(best.graph), to_text(best.graph)
+    return to_svg(best.graph).partition("?>")[2], to_text(best.graph)
 
 
 def test_host_is_this_machine() -> None:

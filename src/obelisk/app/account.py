@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import numpy as np
 
 from obelisk.app.doctor import obelisk_version
 from obelisk.app.report import BaselineRow, CandidateRow
+from obelisk.lower.cpu import CpuOptions
 from obelisk.machine import Machine
 from obelisk.search import Candidate
 from obelisk.tune import Measured, Status
@@ -20,6 +22,17 @@ from obelisk.verify import Verdict
 
 MICRO = 1e6
 OP_BY_OP = "op_by_op"
+
+
+def describe(options: CpuOptions) -> str:
+    """A lowering in words: what differs from the default."""
+    usual = CpuOptions()
+    changed = [
+        f"{f.name} {getattr(options, f.name)}"
+        for f in fields(options)
+        if getattr(options, f.name) != getattr(usual, f.name)
+    ]
+    return ", ".join(changed) or "default"
 
 
 def candidate_rows(

@@ -121,7 +121,8 @@ class Compiled:
 
     def html(self) -> str:
         """The report as one self-contained page."""
-        return render_html(self.report, to_svg(self.graph), to_text(self.graph))
+        picture = to_svg(self.graph).partition("?>")[2]  # inside a page the XML declaration is none
+        return render_html(self.report, picture, to_text(self.graph))
 
     def save(self, path: str | Path) -> Path:
         """Export to one file that `load` reads, also in another process; gives its path."""

@@ -16,7 +16,7 @@ from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from obelisk.app.account import baseline_rows, candidate_rows, environment
+from obelisk.app.account import baseline_rows, candidate_rows, describe, environment
 from obelisk.app.compiled import Artifact, Compiled, materialise
 from obelisk.app.contenders import NUMPY, QUICK, contenders
 from obelisk.app.loading import load_program
@@ -65,7 +65,7 @@ class _Lowered:
 
     @property
     def name(self) -> str:
-        return f"{self.candidate}:{self.options}"
+        return f"candidate {self.candidate}, {describe(self.options)}"
 
 
 def optimize(
@@ -355,7 +355,9 @@ class _Run:
         own = self.ready[0][0].measured if self.ready and self.ready[0][0].candidate == 0 else None
         lowerings: dict[int, list[tuple[str, Measured | None]]] = {}
         for known in self.lowered:
-            lowerings.setdefault(known.candidate, []).append((str(known.options), known.measured))
+            lowerings.setdefault(known.candidate, []).append(
+                (describe(known.options), known.measured)
+            )
         report = Report(
             program=request.program.name,
             digest=request.program.digest,
