@@ -252,7 +252,8 @@ class FloatJudge:
 
     def _largest_scale(self, program: Graph) -> float | None:
         """The largest power of two by which normal inputs can be scaled while the program keeps
-        head-room.
+        head-room, and a product of two inputs fits its type. So a rewrite may form such a product
+        where the program does not (a division moved behind a matmul does), but nothing larger.
         """
         if not any(n.dtype.is_float for n in program.inputs):
             return None
@@ -263,9 +264,11 @@ class FloatJudge:
             outputs = interpret(program, arrays, own)
             return own.nearness < HEADROOM and all(np.isfinite(o).all() for o in outputs)
 
-        low, high = -8, 126
+        low, high = -8, _product_scale(program)
         if not fits(low):
             return None
+        if fits(high):
+            return float(2.0**high)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
@@ -301,6 +304,12 @@ class FloatJudge:
             if found is not None:
                 return _difference(found, k, want, own[k], where)
         return None
+
+
+def _product_scale(program: Graph) -> int:
+    """The exponent up to which two scaled inputs can be multiplied, with head-room."""
+    limits = [_largest(n.dtype) for n in program.inputs if n.dtype.is_float]
+    return int(np.log2(min(limits)) / 2) - 4
 
 
 def _difference(

@@ -25,7 +25,10 @@ _DRAWS = 2  # field draws per instance
 _FIELD_WORK, _FIELD_ELEMENTS = 600_000_000, 30_000_000  # limits of a field run at full size
 _SIZE_BOUND_OPS = frozenset({Op.SLICE, Op.RESHAPE, Op.IOTA, Op.BROADCAST})
 _NEUTRAL = frozenset({0.0, 1.0, -1.0, 2.0, 0.5, -inf})
-_FAULTS = (ObeliskError, ValueError, ArithmeticError, IndexError, MemoryError, RecursionError)
+_FAULTS = (
+    ObeliskError, ValueError, ArithmeticError, LookupError, TypeError, AssertionError, MemoryError,
+    RecursionError,
+)  # fmt: skip
 
 
 def verify(program: Graph, candidate: Graph, *, seed: int = 0, full_size: bool = False) -> Verdict:

@@ -78,11 +78,7 @@ class Exponential:
         while base == 1:
             base = pow(int(rng.integers(2, P)), 2, P)
         self.base = base
-        self.tables: list[tuple[int, Array]] = []
-        shift = 0
-        for width in (11, 10, 10):
-            self.tables.append((shift, self._table(pow(base, 1 << shift, P), width)))
-            shift += width
+        self.tables: list[tuple[int, Array]] = []  # filled by the first use
 
     @staticmethod
     def _table(base: int, width: int) -> Array:
@@ -92,6 +88,10 @@ class Exponential:
         return table
 
     def __call__(self, x: Array) -> Array:
+        if not self.tables:
+            for shift, width in ((0, 11), (11, 10), (21, 10)):
+                table = self._table(pow(self.base, 1 << shift, P), width)
+                self.tables.append((shift, table))
         out: Array | None = None
         for shift, table in self.tables:
             part = table[(x >> shift) & (table.size - 1)]

@@ -181,6 +181,8 @@ class _Namer:
         self.free: dict[str, frozenset[str]] = {}  # name -> digits that occur free
         self.sets: dict[str, frozenset[str]] = {}  # spelling -> digits
         self.extents: dict[str, int] = {}
+        self.clipped: set[str] = set()
+        self.role_of: dict[str, Key] = {}
         self.atoms: list[str] = []
         self.nested: set[tuple[str, str]] = (
             set()
@@ -201,21 +203,43 @@ class _Namer:
         while changed:
             changed = False
             bounds: dict[tuple[int, int], set[int]] = {}
+            clipped: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for source, at in leaves:
                 for d, index in enumerate(at):
-                    for stride, var in index.resolved().digits:
+                    digits = index.resolved().digits
+                    if any(v.clipped for _, v in digits):
+                        clipped[(source, d)] = [(s, v.extent) for s, v in digits]
+                    for stride, var in digits:
                         bounds.setdefault((source, d), set()).update((stride, stride * var.extent))
             for source, at in leaves:
                 for d, index in enumerate(at):
-                    for stride, var in index.resolved().digits:
-                        for bound in sorted(bounds[(source, d)]):
-                            inner = bound // stride
-                            if bound % stride or not 1 < inner < var.extent:
-                                continue
-                            if var.extent % inner == 0:
-                                var.split(inner, self.translator.var)
-                                changed = True
-                                break
+                    if (source, d) in clipped:
+                        changed |= self._cut_alike(index, clipped[(source, d)])
+                    else:
+                        changed |= self._cut_at(index, sorted(bounds.get((source, d), ())))
+
+    def _cut_at(self, index: Index, bounds: list[int]) -> bool:
+        """Split digits that run over one of the bounds."""
+        changed = False
+        for stride, var in index.resolved().digits:
+            for bound in bounds:
+                inner = bound // stride
+                if bound % stride == 0 and 1 < inner < var.extent and var.extent % inner == 0:
+                    self.translator.halve(var, inner)
+                    changed = True
+                    break
+        return changed
+
+    def _cut_alike(self, index: Index, strides: list[tuple[int, int]]) -> bool:
+        """Split a whole dim's digit as short tiles split it elsewhere."""
+        digits = index.resolved().digits
+        if index.offset or len(digits) != 1 or digits[0][0] != 1 or digits[0][1].clipped:
+            return False
+        var = digits[0][1]
+        if not len(strides) > 1 or var.extent > sum(s * (n - 1) for s, n in strides) + 1:
+            return False
+        self.translator.cut(var, strides)
+        return True
 
     def _find(self, key: Key) -> Key:
         while self.parent.setdefault(key, key) != key:
@@ -242,8 +266,17 @@ class _Namer:
             k += 1
         name = f"{base}#{k}"
         taken.add(name)
-        self.extents[name] = var.extent
+        self._describe(name, var)
         return name
+
+    def _describe(self, name: str, var: Var) -> None:
+        self.extents[name] = var.extent
+        if var.clipped and var not in self.role:
+            raise Unprovable("a short tile is counted without being read")
+        if var in self.role:
+            self.role_of[name] = self._find(self.role[var])
+        if var.clipped:
+            self.clipped.add(name)
 
     # terms
 
@@ -253,7 +286,7 @@ class _Namer:
         for index in at:
             for _, var in index.resolved().digits:
                 env[var] = f"o{var.number}"
-                self.extents[env[var]] = var.extent
+                self._describe(env[var], var)
         return self.name(term, env)
 
     def name(self, term: Term, env: dict[Var, str]) -> str:
@@ -323,7 +356,7 @@ class _Namer:
         while body.op == term.op:  # a sum of a sum is one sum
             bound += body.bound
             (body,) = body.args
-        digits = [leaf for v in bound for leaf in v.leaves()]
+        digits = [leaf for v in bound for _, leaf in v.leaves()]
         if not digits:
             return self.name(body, env)
         inner = dict(env)
@@ -352,7 +385,9 @@ class _Namer:
             out: set[Var] = {v for index in term.at for _, v in index.resolved().digits}
             for a in term.args:
                 out |= self._free(a)
-            self.digits[term] = frozenset(out) - {leaf for v in term.bound for leaf in v.leaves()}
+            self.digits[term] = frozenset(out) - {
+                leaf for v in term.bound for _, leaf in v.leaves()
+            }
         return self.digits[term]
 
     def _set(self, digits: frozenset[str]) -> str:
@@ -395,14 +430,18 @@ class _Namer:
     def facts(self) -> list[str]:
         """Which formulas are free of which sets of digits, and how the sets relate."""
         self._close()
+        families = self._families()
         out = [f"(NonZero {name})" for text, name in self.known.items() if '"x' in text[:8]]
         for spelling, digits in self.sets.items():
-            extent = prod(self.extents[d] for d in digits)
-            out.append(f'(Extent "{spelling}" (bigrat (bigint {extent}) (bigint 1)))')
+            if not digits & self.clipped:
+                extent = prod(self.extents[d] for d in digits)
+                out.append(f'(Extent "{spelling}" (bigrat (bigint {extent}) (bigint 1)))')
             for name in self.atoms:
                 if not self.free[name] & digits:
                     out.append(f'(Indep {name} "{spelling}")')
             for other, more in self.sets.items():
+                if self._steady(digits, more, families):
+                    out.append(f'(Steady "{spelling}" "{other}")')
                 joined = " ".join(sorted(digits | more))
                 if not digits & more and joined in self.sets:
                     out.append(f'(Union "{spelling}" "{other}" "{joined}")')
@@ -412,6 +451,25 @@ class _Namer:
                 if digits & more and rest in self.sets:
                     out.append(f'(Without "{spelling}" "{other}" "{rest}")')
         return out
+
+    def _families(self) -> list[frozenset[Key]]:
+        return [
+            frozenset(
+                self._find(self.role[leaf])
+                for v in family
+                for _, leaf in v.leaves()
+                if leaf in self.role
+            )
+            for family in self.translator.families
+        ]
+
+    def _steady(
+        self, digits: frozenset[str], others: frozenset[str], families: list[frozenset[Key]]
+    ) -> bool:
+        """Whether the range of `digits` is the same for all values of `others`."""
+        mine = {self.role_of[d] for d in digits & self.clipped}
+        theirs = {self.role_of[d] for d in (others - digits) & self.clipped}
+        return not any(mine & family and theirs & family for family in families)
 
     def _close(self) -> None:
         """Add unions that rules may need: of sums found inside sums, and parts of known sets."""

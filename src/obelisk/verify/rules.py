@@ -5,8 +5,9 @@ test evaluates in floats and in the fields. Patterns are S-expressions; lower-ca
 formulas, upper-case `A`, `B`, `C` for sets of index digits that a sum or maximum runs over.
 
 Conditions: `(Indep a A)`: no digit of A occurs in a. `(Union A B C)`: C joins the disjoint A and B.
-`(NonNeg a)`: a >= 0 wherever it is defined. `(NonZero a)`: a is not the zero formula. All rules are
-identities of real functions wherever both sides are defined.
+`(Extent A n)`: A runs over n
+values, whatever other digits are. `(NonNeg a)`: a >= 0 wherever it is defined. `(NonZero a)`: a is
+not the zero formula. All rules are identities of real functions wherever both sides are defined.
 """
 
 from __future__ import annotations
@@ -65,12 +66,16 @@ RULES: tuple[Rule, ...] = (
     Rule("max_assoc", "(Max (Max a b) c)", "(Max a (Max b c))", both=True),
     Rule("max_idem", "(Max a a)", "a"),
     Rule("rmax_of_rmax", "(RMax A (RMax B a))", "(RMax C a)", ("(Union A B C)",)),
-    Rule("rmax_of_constant", "(RMax A a)", "a", ("(Indep a A)",)),
+    Rule("rmax_of_constant", "(RMax A a)", "a", ("(Indep a A)", "(Extent A n)")),
     Rule("rmax_of_max", "(RMax A (Max a b))", "(Max (RMax A a) (RMax A b))", both=True, tier=1),
     Rule("rmax_of_shifted", "(RMax A (Add a b))", "(Add a (RMax A b))", ("(Indep a A)",),
          both=True, tier=1, finite=True),
     Rule("rmax_of_scaled", "(RMax A (Mul a b))", "(Mul a (RMax A b))",
-         ("(Indep a A)", "(NonNeg a)"), both=True, tier=1, finite=True),
+         ("(Indep a A)", "(NonNeg a)", "(Extent A n)"), both=True, tier=1, finite=True),
+    Rule("where_of_product", '(Mul z (Fn3 "where" c a b))', '(Fn3 "where" c (Mul z a) (Mul z b))',
+         both=True, tier=1),
+    Rule("where_of_sum", '(Add z (Fn3 "where" c a b))', '(Fn3 "where" c (Add z a) (Add z b))',
+         both=True, tier=1),
     Rule("add_of_max", "(Add a (Max b c))", "(Max (Add a b) (Add a c))", tier=1, finite=True),
 )  # fmt: skip
 
@@ -90,13 +95,14 @@ FACTS = (
     "(rule ((= t (Mul a b)) (Indep a S) (Indep b S)) ((Indep t S)))",
     "(rule ((= t (Max a b)) (Indep a S) (Indep b S)) ((Indep t S)))",
     "(rule ((= t (Inv a)) (Indep a S)) ((Indep t S)))",
+    "(rule ((= t (Fn3 f a b c)) (Indep a S) (Indep b S) (Indep c S)) ((Indep t S)))",
     "(rule ((= t (Exp a)) (Indep a S)) ((Indep t S)))",
     "(rule ((= t (Sqrt a)) (Indep a S)) ((Indep t S)))",
     "(rule ((= t (Num x)) (Extent S n)) ((Indep t S)))",
-    "(rule ((= t (Sum A a)) (Indep a S)) ((Indep t S)))",
-    "(rule ((= t (RMax A a)) (Indep a S)) ((Indep t S)))",
-    "(rule ((= t (Sum A a)) (Without S A R) (Indep a R)) ((Indep t S)))",
-    "(rule ((= t (RMax A a)) (Without S A R) (Indep a R)) ((Indep t S)))",
+    "(rule ((= t (Sum A a)) (Indep a S) (Steady A S)) ((Indep t S)))",
+    "(rule ((= t (RMax A a)) (Indep a S) (Steady A S)) ((Indep t S)))",
+    "(rule ((= t (Sum A a)) (Without S A R) (Indep a R) (Steady A S)) ((Indep t S)))",
+    "(rule ((= t (RMax A a)) (Without S A R) (Indep a R) (Steady A S)) ((Indep t S)))",
     "(rule ((= t (Sum A a)) (Inside S A)) ((Indep t S)))",
     "(rule ((= t (RMax A a)) (Inside S A)) ((Indep t S)))",
     "(rule ((= t (Mul a a))) ((NonNeg t)))",
@@ -134,6 +140,7 @@ SORTS = """
 (relation Without (String String String))
 (relation Inside (String String))
 (relation Extent (String BigRat))
+(relation Steady (String String))
 (relation Goal (i64 E E))
 """
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import pairwise
 from math import inf
 
-from obelisk.ir.block import BlockGraph, Reduce, Store, ceil_div, tile_extent
+from obelisk.ir.block import BlockGraph, Reduce, Store, ceil_div, is_ragged, tile_extent
 from obelisk.ir.dims import reshape_groups
 from obelisk.ir.graph import Graph
 from obelisk.ir.node import Node
@@ -31,25 +31,27 @@ class Unprovable(Exception):
 
 
 class Var:
-    """An index digit running over 0..extent-1; `parts` once it was split: (high, low)."""
+    """An index digit running over 0..extent-1.
 
-    __slots__ = ("extent", "number", "parts")
+    Attributes:
+        extent: how many values it takes, at most.
+        number: for a fixed order.
+        clipped: it counts through tiles of which the last are short, so that its range depends on
+            the other digits of its place.
+        parts: once it was split: (stride, digit) pairs that make it up.
+    """
 
-    def __init__(self, extent: int, number: int) -> None:
-        self.extent, self.number = extent, number
-        self.parts: tuple[Var, Var] | None = None
+    __slots__ = ("clipped", "extent", "number", "parts")
 
-    def split(self, low: int, fresh: Callable[[int], Var]) -> tuple[Var, Var]:
-        """Split into high and low digit, the low one of extent `low`, which divides."""
+    def __init__(self, extent: int, number: int, clipped: bool) -> None:
+        self.extent, self.number, self.clipped = extent, number, clipped
+        self.parts: tuple[tuple[int, Var], ...] | None = None
+
+    def leaves(self) -> list[tuple[int, Var]]:
+        """The digits that it was split into, with strides; digits of extent 1 are left out."""
         if self.parts is None:
-            self.parts = fresh(self.extent // low), fresh(low)
-        return self.parts
-
-    def leaves(self) -> list[Var]:
-        """The digits that it was split into, high first; digits of extent 1 are left out."""
-        if self.parts is None:
-            return [self] if self.extent > 1 else []
-        return [v for part in self.parts for v in part.leaves()]
+            return [(1, self)] if self.extent > 1 else []
+        return [(s * below, v) for s, part in self.parts for below, v in part.leaves()]
 
 
 Digit = tuple[int, Var]  # stride and digit
@@ -72,12 +74,7 @@ class Index:
 
     def resolved(self) -> Index:
         """With every split digit replaced by its parts, largest stride first."""
-        out: list[Digit] = []
-        for stride, var in self.digits:
-            below = 1
-            for leaf in reversed(var.leaves()):
-                out.append((stride * below, leaf))
-                below *= leaf.extent
+        out = [(s * below, v) for s, var in self.digits for below, v in var.leaves()]
         return Index(self.offset, tuple(sorted(out, key=lambda d: (-d[0], d[1].number))))
 
 
@@ -174,15 +171,28 @@ class Translator:
     def __init__(self) -> None:
         self.count = 0
         self.memo: dict[object, Term] = {}
+        self.families: list[tuple[Var, ...]] = []  # digits that share one clipped range
 
-    def var(self, extent: int) -> Var:
+    def var(self, extent: int, clipped: bool = False) -> Var:
         """A fresh digit."""
         self.count += 1
-        return Var(extent, self.count)
+        return Var(extent, self.count, clipped)
+
+    def cut(self, var: Var, strides: Sequence[tuple[int, int]]) -> None:
+        """Split a whole dim's digit into clipped ones of the given (stride, extent)."""
+        var.parts = tuple((s, self.var(n, clipped=True)) for s, n in strides)
+        self.families.append(tuple(v for _, v in var.leaves()))
 
     def whole(self, extent: int) -> Index:
         """A fresh index over a dim."""
         return ZERO if extent == 1 else Index(0, ((1, self.var(extent)),))
+
+    def halve(self, var: Var, low: int) -> tuple[Var, Var]:
+        """Split a digit into high and low, the low one of extent `low`, which divides."""
+        upper = self.var(var.extent // low, var.clipped)
+        lower = self.var(low, var.clipped)
+        var.parts = ((low, upper), (1, lower))
+        return upper, lower
 
     def split(self, index: Index, boundary: int) -> tuple[Index, Index]:
         """index = high * boundary + low with low < boundary; splits digits where they straddle."""
@@ -199,7 +209,7 @@ class Translator:
                 inner = boundary // stride
                 if boundary % stride or var.extent % inner:
                     raise Unprovable("cuts of one dim do not nest")
-                upper, lower = var.split(inner, self.var)
+                upper, lower = self.halve(var, inner)
                 todo += [(stride * inner, upper), (stride, lower)]
         rest = index.offset % boundary
         if rest + sum(s * (v.extent - 1) for s, v in low) >= boundary:
@@ -270,15 +280,17 @@ class Translator:
             return value
         return Term("fn", (value,), name=f"cast_{node.inputs[0].dtype}_{node.dtype}")
 
-    def fold(self, kind: str, extent: int, body: Callable[[Index], Term]) -> Term:
+    def fold(
+        self, kind: str, extent: int, body: Callable[[Index], Term], clipped: bool = False
+    ) -> Term:
         """The sum or maximum of `body` over a fresh index of `extent`."""
         if extent == 1:
             return body(ZERO)
-        var = self.var(extent)
+        var = self.var(extent, clipped)
         try:
             return Term(kind, (body(Index(0, ((1, var),))),), bound=(var,))
         except NeedPieces as need:
-            if need.var is not var:
+            if need.var is not var or clipped:
                 raise
             cuts = need.cuts
         parts: list[Term] = []
@@ -302,7 +314,7 @@ class Translator:
             column = i.scaled(keep).plus(at[axis])
             return self.value(x, (*at[:axis], column, *at[axis + 1 :]), scope)
 
-        return self.fold(kind, x.shape[axis] // keep, body)
+        return self.fold(kind, x.shape[axis] // keep, body, _short(x, axis, scope))
 
     def _matmul(self, node: Node, at: Indices, scope: _Scope | None) -> Term:
         a, b = node.inputs
@@ -313,7 +325,8 @@ class Translator:
             right = (*batch[len(batch) - b.rank + 2 :], k, column)
             return Term("mul", (self.value(a, left, scope), self.value(b, right, scope)))
 
-        return self.fold("sum", a.shape[-1], body)
+        clipped = _short(a, a.rank - 1, scope) or _short(b, b.rank - 2, scope)
+        return self.fold("sum", a.shape[-1], body, clipped)
 
     def _reshape(self, node: Node, at: Indices, scope: _Scope | None) -> Term:
         (x,) = node.inputs
@@ -353,8 +366,6 @@ class Translator:
 
     def _block(self, node: Node, at: Indices) -> Term:
         block: BlockGraph = node.attrs.block
-        if block.info.ragged:
-            raise Unprovable("tiles are short")
         store: Store = block.stores[node.attrs.result]
         grid: list[Index | None] = [None] * len(block.grid)
         loop = ZERO
@@ -362,13 +373,39 @@ class Translator:
         for d, index in enumerate(at):
             tile = store.value.shape[d]
             axis = next((a for a, k in enumerate(store.omap) if k == d), None)
-            high, low = self.split(index, tile) if tile != node.shape[d] else (ZERO, index)
+            parts = block.grid[axis] if axis is not None else 1
+            turns = block.loop if store.fmap == d else 1
+            high, turn, low = self._laid(index, node.shape[d], tile, parts, turns)
             if store.fmap == d:
-                high, loop = self.split(high, block.loop) if axis is not None else (ZERO, high)
+                loop = turn
             if axis is not None:
                 grid[axis] = high
             inner.append(low)
         return self._over_grid(block, store, node.inputs, grid, loop, tuple(inner))
+
+    def _laid(
+        self, index: Index, full: int, tile: int, parts: int, turns: int
+    ) -> tuple[Index, Index, Index]:
+        """Block, iteration and place of a position in a dim that blocks and iterations lay out."""
+        if parts * turns == 1:
+            return ZERO, ZERO, index
+        if tile * parts * turns == full:
+            high, low = self.split(index, tile)
+            block, turn = self.split(high, turns)
+            return block, turn, low
+        chunk = ceil_div(full, parts)
+        wanted = [(chunk, parts), (tile, turns), (1, tile)]
+        digits = index.resolved().digits
+        if len(digits) == 1 and index.offset == 0:
+            (stride, var) = digits[0]
+            if stride == 1 and var.extent == full and not var.clipped:
+                self.cut(var, wanted)
+                digits = index.resolved().digits
+        found = {(s, v.extent): Index(0, ((1, v),)) for s, v in digits if v.clipped}
+        if index.offset or set(found) != {w for w in wanted if w[1] > 1}:
+            raise Unprovable("short tiles are read through another cut")
+        block, turn, low = (found.get(w, ZERO) for w in wanted)
+        return block, turn, low
 
     def _over_grid(
         self,
@@ -435,6 +472,11 @@ class Translator:
                 index = index.plus(scope.loop.scaled(tile))
             if axis is not None:
                 index = index.plus(scope.grid[axis].scaled(chunk))
+            if tile * loop * parts != full:
+                digits = tuple(v for _, v in index.resolved().digits)
+                for v in digits:
+                    v.clipped = True
+                self.families.append(digits)
             source.append(index)
         return self.value(scope.inputs[attrs.index], tuple(source))
 
@@ -465,9 +507,23 @@ class Translator:
                     whole = (*at[:axis], column, *at[axis + 1 :])
                     return self._inside(x, whole, launch, scope)
 
-                return self.fold(kind, x.shape[axis] // keep, body)
+                from_end = axis - x.rank
+                clipped = any(
+                    _short(i, i.rank + from_end, scope)
+                    for i in launch.inputs
+                    if i.rank + from_end >= 0
+                )
+                return self.fold(kind, x.shape[axis] // keep, body, clipped)
         operands = [self._inside(i, self._aligned(i, at), launch, scope) for i in inner.inputs]
         return _LOWERED[inner.op](*operands)
+
+
+def _short(x: Node, axis: int, scope: _Scope | None) -> bool:
+    """Whether tiles of a block-level value are short along an axis."""
+    if scope is None:
+        return False
+    block = scope.block
+    return is_ragged(block.info.splits[x][axis], x.shape[axis], block.grid, block.loop)
 
 
 @dataclass(frozen=True, slots=True)
