@@ -38,6 +38,7 @@ from obelisk.ir.text import to_text
 from tests.fuzz_graphs import arrays_for, random_program, worst_error
 
 ROOT = Path(__file__).resolve().parents[1]
+Result = tuple[list[Any], dict[str, int]]  # outputs, and candidates by their status
 STAGES = ("optimize", "lower", "interpret")
 BAD = frozenset({"crash", "hang", "wrong", "incomplete", "overrun", "stale", "unloadable"})
 
@@ -76,12 +77,12 @@ class Job:
 # --- one graph ------------------------------------------------------------------------------------
 
 
-def run_interpret(graph: Graph, arrays: list[Any], seed: int, job: Job) -> list[Any]:
+def run_interpret(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
     """The graph in its own precision, by the interpreter."""
-    return run(graph, arrays, Precision.WORKING)
+    return run(graph, arrays, Precision.WORKING), {}
 
 
-def run_lowered(graph: Graph, arrays: list[Any], seed: int, job: Job) -> list[Any]:
+def run_lowered(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
     """The plain program as C, with lowering options drawn from the seed."""
     from obelisk.build import Library, compile_c
     from obelisk.lower.cpu import CpuOptions, lower_cpu
@@ -110,10 +111,10 @@ def run_lowered(graph: Graph, arrays: list[Any], seed: int, job: Job) -> list[An
     for m in memory:
         if (m[:guard] != 0xAB).any() or (m[-guard:] != 0xAB).any():
             raise InternalError("the kernel wrote outside its output")
-    return [o.copy() for o in outs]
+    return [o.copy() for o in outs], {}
 
 
-def run_optimized(graph: Graph, arrays: list[Any], seed: int, job: Job) -> list[Any]:
+def run_optimized(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
     """The public way: `obelisk.optimize`, then a call; candidates that misbehaved are errors."""
     import obelisk
 
@@ -125,10 +126,11 @@ def run_optimized(graph: Graph, arrays: list[Any], seed: int, job: Job) -> list[
         reasons = "; ".join(f"{c.status}: {c.reason}" for c in faults)
         raise InternalError(f"{len(faults)} candidates misbehaved: {reasons}")
     got = best(*arrays)
-    return list(got) if isinstance(got, tuple) else [got]
+    counts = Counter(c.status for c in best.report.candidates)
+    return list(got) if isinstance(got, tuple) else [got], dict(counts)
 
 
-RUNNERS: dict[str, Callable[[Graph, list[Any], int, Job], list[Any]]] = {
+RUNNERS: dict[str, Callable[[Graph, list[Any], int, Job], Result]] = {
     "interpret": run_interpret,
     "lower": run_lowered,
     "optimize": run_optimized,
@@ -140,7 +142,7 @@ def judge(graph: Graph, seed: int, job: Job) -> tuple[str, str]:
     arrays = arrays_for(graph, seed)
     logical = [np.array(a) for a in arrays]
     try:
-        got = RUNNERS[job.stage](graph, arrays, seed, job)
+        got, counts = RUNNERS[job.stage](graph, arrays, seed, job)
     except InternalError as error:
         return "internal", str(error)
     except BuildFailed as error:
@@ -159,7 +161,7 @@ def judge(graph: Graph, seed: int, job: Job) -> tuple[str, str]:
     for before, after in zip(logical, arrays, strict=True):
         if not np.array_equal(before, np.array(after), equal_nan=True):
             return "wrong", "an input was changed"
-    return "ok", ""
+    return "ok", json.dumps(counts) if counts else ""
 
 
 def explain(seed: int, job: Job) -> None:
@@ -313,6 +315,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for o in failures:
         print(f"{o.status}: {o.detail}\n  repeat: python -m tests.fuzz --stage {job.stage} "
               f"--device {job.device} --budget {job.budget:g} --graph {o.graph}")  # fmt: skip
+    tried: Counter[str] = Counter()
+    for o in done:
+        if o.status == "ok" and o.detail:
+            tried.update(json.loads(o.detail))
+    if tried:
+        print("candidates: " + ", ".join(f"{n} {s}" for s, n in sorted(tried.items())))
     refusals = Counter(o.detail[:100] for o in done if o.status == "refused")
     for text, n in refusals.most_common(10):
         print(f"refused {n}: {text}")

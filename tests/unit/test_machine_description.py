@@ -90,7 +90,8 @@ def test_measured_figures_of_the_h200() -> None:
     assert machine.nominal_bandwidth == 4.8e12
     assert machine.bandwidth == 4.2e12
     assert machine.launch_seconds == 2.3e-6
-    assert (machine.cores, machine.arch) == (132, "sm_90a")
+    assert (machine.cores, machine.arch, machine.clock) == (132, "sm_90a", 1.98e9)
+    assert machine.caches[0].size == 60 << 20
     assert find("sm_90a") is machine
     assert find("sm_90") is machine
     assert find("h100").nominal_bandwidth == 3.35e12

@@ -111,13 +111,13 @@ CUDA_MACHINES: tuple[Machine, ...] = (
         rates=_rates(1.29, 82.6, 165.2, 660.6, 330.3), features=_ADA,
     ),
     _device(
-        "h100", "NVIDIA H100 SXM 80 GB", "sm_90a", (9, 0), sms=132, clock=1.83e9, nominal=3.35e12,
+        "h100", "NVIDIA H100 SXM 80 GB", "sm_90a", (9, 0), sms=132, clock=1.98e9, nominal=3.35e12,
         l2=50 * KIB * KIB, l2_bandwidth=5.5e12, shared=(227, 228), resident=(2048, 32),
         rates=_rates(33.5, 66.9, 989, 1979, 1979), features=_HOPPER,
     ),
     _device(
-        "h200", "NVIDIA H200 SXM 141 GB", "sm_90a", (9, 0), sms=132, clock=1.83e9, nominal=4.8e12,
-        l2=50 * KIB * KIB, l2_bandwidth=5.5e12, shared=(227, 228), resident=(2048, 32),
+        "h200", "NVIDIA H200 SXM 141 GB", "sm_90a", (9, 0), sms=132, clock=1.98e9, nominal=4.8e12,
+        l2=60 * KIB * KIB, l2_bandwidth=5.5e12, shared=(227, 228), resident=(2048, 32),
         rates=_rates(33.5, 66.9, 989, 1979, 1979), features=_HOPPER, measured=4.2e12,
     ),
     _device(
