@@ -122,7 +122,10 @@ def matmul(a: Pair, b: Pair) -> Pair:
 
 
 def _order(a: Pair) -> Array:
-    return a[0] if a[1] is None else a[1]
+    """Keys of a total order in which no constant stands out (0 would be the least of all
+    residues).
+    """
+    return mix(5, a[0] if a[1] is None else a[1])
 
 
 def peak(a: Pair, axis: int) -> Pair:
@@ -137,6 +140,13 @@ def peak(a: Pair, axis: int) -> Pair:
 def larger(a: Pair, b: Pair) -> Pair:
     """Elementwise maximum by the same order."""
     first = _order(a) >= _order(b)
+    q = None if a[1] is None or b[1] is None else np.where(first, a[1], b[1])
+    return np.where(first, a[0], b[0]), q
+
+
+def smaller(a: Pair, b: Pair) -> Pair:
+    """Elementwise minimum by the same order."""
+    first = _order(a) <= _order(b)
     q = None if a[1] is None or b[1] is None else np.where(first, a[1], b[1])
     return np.where(first, a[0], b[0]), q
 

@@ -145,10 +145,9 @@ def apply_field(op: Op, a: list[F.Pair], axis: int) -> F.Pair:
             return F.matmul(a[0], a[1])
         case Op.CAST:
             return a[0]
-        case Op.MAX | Op.MIN:
-            lo, hi = F.larger(a[0], a[1]), a
-            return (
-                lo if op is Op.MAX else F.function(17, F.linear(F.linear(hi[0], hi[1], 1), lo, -1))
-            )
+        case Op.MAX:
+            return F.larger(a[0], a[1])
+        case Op.MIN:
+            return F.smaller(a[0], a[1])
         case _:
             return F.function(zlib.crc32(op.value.encode()), *a)

@@ -155,7 +155,11 @@ class Sizer:
                 there = self.evaluate(move)
                 if there and there.cost.seconds < here.cost.seconds * (1 - LEAST_GAIN):
                     here, improved = there, True
-        return sorted((i for i in self.known.values() if i is not None), key=_rank)[:keep]
+        ranked = sorted((i for i in self.known.values() if i is not None), key=_rank)
+        distinct: dict[object, Instance] = {}
+        for i in ranked:  # sizes of the combining kernel alone make no other candidate
+            distinct.setdefault((i.sizes.parts, i.sizes.loop, i.sizes.split), i)
+        return list(distinct.values())[:keep]
 
 
 def _rank(instance: Instance) -> tuple[float, str]:

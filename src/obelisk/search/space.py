@@ -16,7 +16,8 @@ class Space:
     """The declared space.
 
     Attributes:
-        block_ops: most operators in one block graph (loads and stores not counted).
+        block_ops: most operators in one kernel and its combining kernel (loads, stores not
+            counted).
         grid_axes: most grid axes of a kernel.
         window: most program operators that one kernel may cover.
         online_softmax: offer running maxima where the program exponentiates.
@@ -26,7 +27,7 @@ class Space:
         keep: most candidates returned, the input graph included.
     """
 
-    block_ops: int = 24
+    block_ops: int = 40
     grid_axes: int = 3
     window: int = 16
     online_softmax: bool = True

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
+from typing import Any
 
 Axis = int
-Number = int | Fraction  # almost always an int; Fraction is slow
+Number = Any  # an int, almost always, or a Fraction: they have no common type with arithmetic
 Mono = tuple[tuple[int, Number], ...]  # (factor, exponent), sorted by factor
 ONE: Mono = ()
 
@@ -241,7 +242,7 @@ class Terms:
         got = self.mass(result)
         if got is None or any(m is None for m in masses):
             return False
-        return got != sum(m for m in masses if m is not None)
+        return bool(got != sum(m for m in masses if m is not None))
 
     def drops(self, result: Poly, a: Poly, b: Poly) -> bool:
         """True if a sum or difference lost a term of its operands."""
@@ -430,7 +431,7 @@ class Goal:
 
 def _covers(have: Number, want: Number) -> bool:
     """True if a power `have` contains a power `want` of the same sign."""
-    return (have >= want > 0) or (have <= want < 0)
+    return bool(have >= want > 0 or have <= want < 0)
 
 
 def _minus(a: dict[int, Number], b: Mono) -> dict[int, Number]:

@@ -1,0 +1,235 @@
+"""The search finds the best known structures from the plain programs, unaided, and what it returns
+is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from obelisk.app.loading import load_program
+from obelisk.ir import Graph, KernelGraph, Op, random_inputs, run, topological
+from obelisk.ir.block import BlockGraph, Phase
+from obelisk.machine import Machine, find
+from obelisk.search import Budget, Candidate, Space, search
+
+CPU = find("cpu")
+
+
+def blocks(graph: Graph) -> list[BlockGraph]:
+    return [launch.block for launch in graph.launches() if launch.block is not None]
+
+
+def ops(block: BlockGraph, *kinds: Op) -> int:
+    return sum(n.op in kinds for n in block.body)
+
+
+def only_kernel(c: Candidate) -> BlockGraph | None:
+    """The block of a candidate that is one launch."""
+    found = blocks(c.graph)
+    return found[0] if len(found) == 1 and len(c.graph.launches()) == 1 else None
+
+
+def found(
+    program: Graph, test: Callable[[Candidate], bool], machine: Machine = CPU, **space: int
+) -> Candidate:
+    result = search(program, machine, space=Space(keep=40, **space), budget=Budget(seconds=60))
+    assert result.candidates[0].graph is program
+    fitting = [c for c in result.candidates if test(c)]
+    assert fitting, [c.note for c in result.candidates]
+    return fitting[0]
+
+
+def check(program: Graph, candidate: Graph, scale: float = 0.3) -> None:
+    """Equal in float64 up to rounding, on random input."""
+    inputs = random_inputs(program, 3, scale)
+    for want, got in zip(run(program, inputs), run(candidate, inputs), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+def small(name: str) -> Graph:
+    """The named program's formula at a size that the interpreter runs quickly."""
+    g = KernelGraph(name)
+    match name:
+        case "rmsnorm":
+            x, w = g.input((16, 256)), g.input((256, 96))
+            g.output(g.matmul(g.rms_norm(x), w))
+        case "gated_mlp":
+            x, w, v = g.input((8, 256)), g.input((256, 128)), g.input((256, 128))
+            g.output(g.mul(g.silu(g.matmul(x, w)), g.matmul(x, v)))
+        case "gqa":
+            q, k, v = g.input((2, 64, 16)), g.input((2, 16, 256)), g.input((2, 256, 16))
+            e = g.exp(g.matmul(q, k))
+            g.output(g.matmul(g.div(e, g.sum(e, 2)), v))
+        case "safe":
+            q, k, v = g.input((2, 64, 16)), g.input((2, 16, 256)), g.input((2, 256, 16))
+            g.output(g.matmul(g.softmax(g.mul(g.matmul(q, k), 0.25)), v))
+        case "mlp":
+            x, w, v, d = (g.input(s) for s in ((8, 256), (256, 512), (256, 512), (512, 256)))
+            g.output(g.matmul(g.mul(g.silu(g.matmul(x, w)), g.matmul(x, v)), d))
+        case "qknorm":
+            q, k, v = g.input((2, 64, 16)), g.input((2, 16, 256)), g.input((2, 256, 16))
+            e = g.exp(g.matmul(g.rms_norm(q), k))
+            g.output(g.matmul(g.div(e, g.sum(e, 2)), g.rms_norm(v)))
+    return g.freeze()
+
+
+def test_rmsnorm_division_behind_the_product() -> None:
+    """One kernel that sums squares and the product in one loop and divides after it."""
+
+    def fits(c: Candidate) -> bool:
+        b = only_kernel(c)
+        if b is None or b.loop == 1 or ops(b, Op.ACCUM_SUM) != 2:
+            return False
+        return all(b.info.phase[n] is Phase.POST for n in b.body if n.op is Op.DIV)
+
+    program = small("rmsnorm")
+    check(program, found(program, fits).graph)
+
+
+def test_gated_mlp_with_two_accumulators() -> None:
+    """One kernel with both products in one loop."""
+
+    def fits(c: Candidate) -> bool:
+        b = only_kernel(c)
+        return b is not None and b.loop > 1 and ops(b, Op.ACCUM_SUM) == 2 == ops(b, Op.MATMUL)
+
+    program = small("gated_mlp")
+    check(program, found(program, fits).graph)
+
+
+def test_lora_in_one_kernel() -> None:
+    """Both low-rank products and the sum in one kernel."""
+    program = load_program("lora")
+    check(program, found(program, lambda c: only_kernel(c) is not None).graph)
+
+
+def test_ntrans_in_one_kernel() -> None:
+    """Both norms, the scaling and the residual in one kernel."""
+    program = load_program("ntrans")
+    check(program, found(program, lambda c: only_kernel(c) is not None).graph)
+
+
+@pytest.mark.parametrize("name", ["gqa", "safe"])
+def test_attention_in_one_pass_over_the_keys(name: str) -> None:
+    """One kernel, one loop over keys, both sums closed by accumulators."""
+
+    def fits(c: Candidate) -> bool:
+        b = only_kernel(c)
+        return b is not None and b.loop > 1 and ops(b, Op.ACCUM_SUM, Op.ACCUM_RESCALE) == 2
+
+    program = small(name)
+    check(program, found(program, fits).graph)
+
+
+@pytest.mark.parametrize("name", ["gqa", "safe", "qknorm"])
+def test_online_softmax_is_found_also_where_the_program_has_no_maximum(name: str) -> None:
+    """A running maximum with rescaled accumulators; right for scores that overflow unshifted."""
+
+    def fits(c: Candidate) -> bool:
+        b = only_kernel(c)
+        return b is not None and ops(b, Op.RUNNING_MAX) == 1 and ops(b, Op.ACCUM_RESCALE) == 2
+
+    program = small(name)
+    best = found(program, fits).graph
+    check(program, best)
+    q, k, v = random_inputs(program, 1, 1.0)
+    got = run(best, [q * 200, k, v])[0]
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("name", ["gqa", "safe", "qknorm"])
+def test_split_keys_with_a_combining_kernel(name: str) -> None:
+    """The grid splits the keys; a second kernel brings the parts to one maximum and adds them."""
+
+    def fits(c: Candidate) -> bool:
+        found_blocks = blocks(c.graph)
+        return (
+            len(found_blocks) == 2 == len(c.graph.launches()) and len(found_blocks[0].stores) == 3
+        )
+
+    program = small(name)
+    check(program, found(program, fits).graph)
+
+
+def test_a_safe_program_gets_no_unsafe_exponential() -> None:
+    """Every exponential of every candidate of a safe program is of a difference with a maximum."""
+    result = search(small("safe"), CPU, space=Space(keep=40))
+    for c in result.candidates:
+        for b in blocks(c.graph):
+            for n in b.body:
+                assert n.op is not Op.EXP or n.inputs[0].op is Op.SUB
+
+
+def test_mlp_in_at_most_two_launches() -> None:
+    """The gated MLP with its down projection."""
+    program = small("mlp")
+    check(program, found(program, lambda c: len(c.graph.launches()) <= 2).graph)
+
+
+def test_two_independent_products_side_by_side_in_one_kernel() -> None:
+    """Products that share nothing but their shape of work share a launch."""
+    g = KernelGraph()
+    x, w, y, v = (g.input(s) for s in ((8, 64), (64, 48), (8, 64), (64, 48)))
+    g.output(g.matmul(x, w), g.matmul(y, v))
+    program = g.freeze()
+    check(program, found(program, lambda c: len(c.graph.launches()) == 1).graph)
+
+
+def test_the_same_seed_gives_the_same_candidates() -> None:
+    """Byte for byte, run after run."""
+    program = small("gqa")
+    first, second = (search(program, CPU, seed=5) for _ in range(2))
+    assert [c.graph.digest for c in first.candidates] == [c.graph.digest for c in second.candidates]
+    assert first.stats.states == second.stats.states
+
+
+def test_no_time_still_returns_the_program() -> None:
+    """A budget of nothing ends at once, with candidate 0."""
+    program = load_program("gqa")
+    result = search(program, CPU, budget=Budget(seconds=0.0))
+    assert result.candidates[0].graph is program
+    assert result.stats.stopped == "time"
+    assert result.stats.seconds < 2.0
+
+
+def test_candidates_fit_the_machine() -> None:
+    """On a GPU no candidate asks for more shared memory than a block may have."""
+    from obelisk.machine import capacity
+
+    machine = find("sm_89")
+    result = search(small("gqa"), machine)
+    assert len(result.candidates) > 1
+    for c in result.candidates:
+        assert all(capacity(b, machine) is None for b in blocks(c.graph))
+
+
+def test_a_decoder_layer_is_cut_and_reassembled() -> None:
+    """An attention block with rope, a causal mask and residuals, then a gated MLP: right as a
+    whole.
+    """
+    g = KernelGraph("layer")
+    x, cos, sin = g.input((16, 64)), g.input((16, 16)), g.input((16, 16))
+    wq, wk, wv, wo = (g.input((64, 64)) for _ in range(4))
+    gate, up, down = g.input((64, 128)), g.input((64, 128)), g.input((128, 64))
+    h = g.rms_norm(x, None, 1e-6)
+
+    def heads(z):  # type: ignore[no-untyped-def]
+        return g.transpose(g.reshape(z, (16, 4, 16)), (1, 0, 2))
+
+    q, k = (g.rope(heads(g.matmul(h, w)), cos, sin) for w in (wq, wk))
+    o = g.attention(q, k, heads(g.matmul(h, wv)), causal=True)
+    y = g.add(x, g.matmul(g.reshape(g.transpose(o, (1, 0, 2)), (16, 64)), wo))
+    h2 = g.rms_norm(y, None, 1e-6)
+    g.output(g.add(y, g.matmul(g.mul(g.silu(g.matmul(h2, gate)), g.matmul(h2, up)), down)))
+    program = g.freeze()
+    result = search(program, CPU, budget=Budget(seconds=60))
+    best = result.candidates[1]
+    assert best.cost.launches < result.candidates[0].cost.launches / 2
+    assert any(
+        Op.MATMUL in {n.op for n in topological([o])} or blocks(best.graph)
+        for o in best.graph.outputs
+    )
+    check(program, best.graph)
