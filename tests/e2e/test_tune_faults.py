@@ -223,6 +223,20 @@ def test_the_programs_own_kernels_win_a_tie(libraries: Mapping[str, Path]) -> No
     assert "own kernels" in report.reason
 
 
+def test_when_nothing_is_faster_the_program_is_the_answer(libraries: Mapping[str, Path]) -> None:
+    """R02 (c): own kernels first and fastest, a fake among the rivals; the baseline has a name."""
+    names = ["right x1", "right x20", "returns at once"]
+    report = tune(program(), [item(libraries, n) for n in names], budget_seconds=15)
+    assert report.winner == 0
+    assert report.reason == "the program's own kernels are the fastest"
+    assert report.speedups == {"right x1": 1.0}
+    assert report.counts == {"ok": 2, "incomplete": 1}
+    slower = tune(program(), [item(libraries, n) for n in reversed(names[:2])], budget_seconds=15)
+    assert slower.winner == 1
+    assert slower.speedups["right x20"] > 4
+    assert "times as fast as the program's own kernels (right x20)" in slower.reason
+
+
 def test_the_budget_is_kept(libraries: Mapping[str, Path]) -> None:
     """Checks alone would take 12 s and a full race minutes: a budget of 2 s ends both."""
     items = [item(libraries, "right x20")] + [item(libraries, "sleepy")] * 30

@@ -30,6 +30,7 @@ from obelisk.tune.types import Status
 SLACK = 4.0  # allowed multiple of the program's own rounding error
 LEAST_SCALE = 1 / 16
 _GROUP = 64
+_SMALL = 1 << 24  # bytes of inputs up to which every set is also summed term by term
 _TERMWISE = 500_000_000  # products that are added one by one; beyond it in chunks
 _TOLERANCE = {  # dtype: (atol, rtol)
     DType.F64: (1e-12, 1e-10), DType.F32: (1e-5, 1e-4), DType.F16: (1e-3, 1e-2),
@@ -39,15 +40,19 @@ _TOLERANCE = {  # dtype: (atol, rtol)
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """The error that the program makes in its own dtypes, for one output on one input set.
+    """The error that the program makes in its own dtypes, for one output, over all sets.
 
     Attributes:
-        ratio: max of |error| / (atol + rtol * |exact|), over all sets.
-        gaps: max of |error| in each group of `group_size` consecutive elements (whole rows).
+        ratio: max of |error| / (atol + rtol * |exact|).
+        relative: max of |error| in a group of elements, relative to the largest |exact| in it.
     """
 
-    ratio: float
-    gaps: np.ndarray
+    ratio: float = 0.0
+    relative: float = 0.0
+
+    def widened(self, other: Yardstick) -> Yardstick:
+        """The larger of both, each way."""
+        return Yardstick(max(self.ratio, other.ratio), max(self.relative, other.relative))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +62,12 @@ class Reference:
     Attributes:
         expected: per set, the outputs in float64 (integers as they are).
         judged: per set and output, which elements are compared, or None for all.
-        yardsticks: per set and output.
+        yardsticks: per output.
     """
 
     expected: tuple[tuple[np.ndarray, ...], ...]
     judged: tuple[tuple[np.ndarray | None, ...], ...]
-    yardsticks: tuple[tuple[Yardstick, ...], ...]
+    yardsticks: tuple[Yardstick, ...]
 
 
 def reference(program: Graph, inputs: Inputs) -> Reference:
@@ -78,46 +83,21 @@ def reference(program: Graph, inputs: Inputs) -> Reference:
         working = run(program, inputs.arrays, Precision.WORKING)
     expected: list[tuple[np.ndarray, ...]] = []
     judged: list[tuple[np.ndarray | None, ...]] = []
-    own: list[list[Yardstick]] = []
-    looser = [1.0] * len(program.outputs)
+    sticks = [Yardstick() for _ in program.outputs]
     for k in range(inputs.sets):
         arrays = inputs.select(k)
         exact = run(program, arrays)
-        got = working if k == 0 else run(program, arrays, Precision.WORKING)
-        masks = tuple(_mask(e, w) for e, w in zip(exact, got, strict=True))
-        sticks = _own(program, got, exact, masks)
-        if k == 0:
-            # The other sets have the same sums, so one look at the order's effect is enough.
-            plain = _own(program, _termwise(program, arrays), exact, masks)
-            looser = [_looser(a, b) for a, b in zip(plain, sticks, strict=True)]
-        own.append(
-            [Yardstick(s.ratio * f, s.gaps * f) for s, f in zip(sticks, looser, strict=True)]
-        )
+        orders = [working if k == 0 else run(program, arrays, Precision.WORKING)]
+        masks = tuple(_mask(e, w) for e, w in zip(exact, orders[0], strict=True))
+        if k == 0 or sum(n.nbytes for n in program.inputs) <= _SMALL:
+            orders.append(_termwise(program, arrays))
+        for got in orders:
+            rows = zip(got, exact, program.outputs, masks, strict=True)
+            found = [own_error(g, e, node, m) for g, e, node, m in rows]
+            sticks = [a.widened(b) for a, b in zip(sticks, found, strict=True)]
         expected.append(tuple(exact))
         judged.append(masks)
-    ratios = [max(s.ratio for s in column) for column in zip(*own, strict=True)]
-    yardsticks = tuple(
-        tuple(Yardstick(r, s.gaps) for r, s in zip(ratios, row, strict=True)) for row in own
-    )
-    return Reference(tuple(expected), tuple(judged), yardsticks)
-
-
-def _own(
-    program: Graph,
-    got: Sequence[np.ndarray],
-    exact: Sequence[np.ndarray],
-    masks: Sequence[np.ndarray | None],
-) -> list[Yardstick]:
-    rows = zip(got, exact, program.outputs, masks, strict=True)
-    return [own_error(g, e, node, m) for g, e, node, m in rows]
-
-
-def _looser(plain: Yardstick, blocked: Yardstick) -> float:
-    """By how much sums taken term by term err more than numpy's: the median over the groups."""
-    known = blocked.gaps > 0
-    return (
-        max(1.0, float(np.median(plain.gaps[known] / blocked.gaps[known]))) if known.any() else 1.0
-    )
+    return Reference(tuple(expected), tuple(judged), tuple(sticks))
 
 
 class _Termwise(NumpyAlgebra):
@@ -178,17 +158,26 @@ def own_error(
     got: np.ndarray, exact: np.ndarray, node: Node, judged: np.ndarray | None = None
 ) -> Yardstick:
     """The error of a result that is right by definition; infinities in it do not count."""
-    groups = -(-exact.size // group_size(exact.shape))
     if not node.dtype.is_float or got.size == 0:
-        return Yardstick(0.0, np.zeros(groups))
+        return Yardstick()
     with np.errstate(all="ignore"):
         gap = np.abs(got.astype(np.float64) - exact)
-        gap = np.where(np.isfinite(gap), gap, 0.0)
-        if judged is not None:
-            gap = np.where(judged, gap, 0.0)
-        tolerance = _tolerance(node.dtype, np.where(np.isfinite(exact), exact, 0.0))
-    starts = np.arange(groups) * group_size(exact.shape)
-    return Yardstick(float((gap / tolerance).max()), np.maximum.reduceat(gap.ravel(), starts))
+    gap = np.where(np.isfinite(gap), gap, 0.0)
+    if judged is not None:
+        gap = np.where(judged, gap, 0.0)
+    tolerance = _tolerance(node.dtype, np.where(np.isfinite(exact), exact, 0.0))
+    sizes = magnitudes(exact)
+    relative = gap[sizes > 0] / sizes[sizes > 0]
+    return Yardstick(float((gap / tolerance).max()), float(relative.max(initial=0.0)))
+
+
+def magnitudes(exact: np.ndarray) -> np.ndarray:
+    """For each element the largest finite |exact| in its group."""
+    size = group_size(exact.shape)
+    flat = np.abs(exact.ravel())
+    flat[~np.isfinite(flat)] = 0.0
+    tops = np.maximum.reduceat(flat, np.arange(0, flat.size, size))
+    return np.repeat(tops, size)[: flat.size].reshape(exact.shape)
 
 
 def group_size(shape: Sequence[int]) -> int:
@@ -231,9 +220,9 @@ def compare(
     """Compare a result with the exact one over the judged elements.
 
     Allowed at an element is its tolerance t = atol + rtol * |exact|, or more where the program
-    itself errs more: up to SLACK times the smaller of own.ratio * t and its group's own.gaps. Both
-    are needed: one element near zero raises the ratio of all, one large element the gap of its
-    group. Integers and bools must be equal.
+    itself errs more: up to SLACK times the smaller of own.ratio * t and own.relative * the
+    magnitude of its group. Both are needed: one element near zero raises the ratio of all, one
+    ill-conditioned row the relative error. Integers and bools must be equal.
     """
     shape = got.shape
     if got.size == 0:
@@ -242,10 +231,9 @@ def compare(
         with np.errstate(all="ignore"):
             gap = np.abs(got.astype(np.float64) - exact)
             tolerance = _tolerance(node.dtype, exact)
-            allowed = tolerance
-            if own is not None:
-                gaps = np.repeat(own.gaps, group_size(shape))[: got.size].reshape(shape)
-                allowed = np.maximum(tolerance, SLACK * np.minimum(own.ratio * tolerance, gaps))
+            own = own or Yardstick()
+            near = own.relative * magnitudes(exact)
+            allowed = np.maximum(tolerance, SLACK * np.minimum(own.ratio * tolerance, near))
             error, share = gap / tolerance, gap / allowed
     else:
         differ = got.astype(np.int64) != exact.astype(np.int64)
@@ -302,7 +290,7 @@ def judge(
     for i, (node, spec) in enumerate(zip(program.outputs, output_specs(program), strict=True)):
         name, size = program.output_names[i], spec.dtype.numpy.itemsize
         exact, got = right.expected[which][i], spec.view(raw[i])
-        found = compare(got, exact, node, right.judged[which][i], right.yardsticks[which][i])
+        found = compare(got, exact, node, right.judged[which][i], right.yardsticks[i])
         untouched = (raw[i].reshape(-1, size) == fill(spec.dtype, turn)).all(axis=1)
         count = int(untouched.sum())
         # An integer may be right and equal the fill; a NaN of ours cannot.
