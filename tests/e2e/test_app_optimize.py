@@ -222,7 +222,9 @@ def test_time_limit(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "search", slow)
     begin = time.monotonic()
     best = ob.optimize(program(), budget=limit, baselines=())
-    assert time.monotonic() - begin <= 1.1 * limit + 0.5  # half a second for a busy machine
+    taken = time.monotonic() - begin
+    late = 2.0 * (pipeline.crowding() - 1.0)  # others are using this machine, too
+    assert taken <= 1.1 * limit + late, best.report.stages
     check(best)
 
 

@@ -8,6 +8,7 @@ time limit or Ctrl-C ends it with the best that is known.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from obelisk.app.storage import fetch, keep, key_of
 from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError
 from obelisk.base.log import logger
 from obelisk.base.progress import Progress, Silent
-from obelisk.base.settings import settings
+from obelisk.base.settings import settings, usable_cores
 from obelisk.build import Built, compile_c
 from obelisk.ir import Graph, KernelGraph
 from obelisk.lower.cpu import CpuModule, CpuOptions, lower_cpu, variants
@@ -51,6 +52,11 @@ LEAST_TUNING = 0.5  # seconds; below this nothing can be told apart
 MOST_ITEMS = 24  # lowered variants that are built for one program
 SPACE = Space()
 ITSELF = Verdict(VerdictKind.PROVED, "it is the program itself", 0.0, None)
+
+
+def crowding() -> float:
+    """By how much this machine is slower than it could be: its load per core, at least 1."""
+    return max(1.0, os.getloadavg()[0] / usable_cores())
 
 
 @dataclass(slots=True)
@@ -158,7 +164,7 @@ class _Run:
         flops = estimate(program, self.request.machine).flops
         size = sum(node.nbytes for node in program.inputs)
         wanted = TUNE_START + TUNE_PER_FLOP * flops + TUNE_PER_BYTE * size
-        return min(wanted, TUNE_SHARE * self.request.budget)
+        return min(wanted * crowding(), TUNE_SHARE * self.request.budget)
 
     def left(self, share: float) -> float:
         """Seconds until `share` of the time limit is spent."""
