@@ -106,6 +106,22 @@ def test_lora_in_one_kernel() -> None:
     check(program, found(program, lambda c: only_kernel(c) is not None).graph)
 
 
+def test_lora_as_one_product_over_joined_operands_and_as_three() -> None:
+    """[x xa] @ [w; b] in one kernel, and the form of three products and a sum."""
+    program = load_program("lora")
+
+    def joined(c: Candidate) -> bool:
+        b = only_kernel(c)
+        return b is not None and ops(b, Op.CONCAT) == 2 == ops(b, Op.MATMUL)
+
+    def three(c: Candidate) -> bool:
+        b = only_kernel(c)
+        return b is not None and ops(b, Op.MATMUL) == 3 and ops(b, Op.ADD) == 1
+
+    check(program, found(program, joined).graph)
+    check(program, found(program, three).graph)
+
+
 def test_ntrans_in_one_kernel() -> None:
     """Both norms, the scaling and the residual in one kernel."""
     program = load_program("ntrans")

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 
 from obelisk.base.progress import Progress, Silent
 from obelisk.ir import Graph, make_graph
-from obelisk.ir.op import Op
 from obelisk.machine import Machine, estimate
 from obelisk.search.axes import Axis, Segment
 from obelisk.search.partition import Cover, Interval, Partition
@@ -97,11 +96,8 @@ class _Search:
             return []
         self.segments += 1
         program = Program(segment, self.seed)
-        modes = [True]
-        if Op.EXP in segment.ops and self.space.online_softmax:
-            modes.append(False)  # also the form that shifts every exponent, if the program does not
         found: dict[str, Skeleton] = {}
-        for raw in modes:
+        for mode in program.modes(self.space.online_softmax):
             for schedule in self.schedules(segment):
                 if self.stop():
                     break
@@ -112,7 +108,7 @@ class _Search:
                     most_values=self.space.values,
                     most_ops=self.space.block_ops,
                     online=self.space.online_softmax,
-                    raw=raw,
+                    mode=mode,
                     stop=self.stop,
                 )
                 synthesis.run()

@@ -11,7 +11,7 @@ from obelisk.ir import Node, Op
 from obelisk.search import field as F
 from obelisk.search.axes import Axis, Segment, reduced_axis
 from obelisk.search.terms import Goal, Poly, Terms
-from obelisk.search.value import TINY
+from obelisk.search.value import TINY, Mode
 
 
 class Program:
@@ -42,6 +42,19 @@ class Program:
             goals.append(argument)
             goals += [self.terms.peak(argument, a) for a in sorted(argument.axes & segment.reduced)]
         self.goal = Goal(self.terms, goals)
+
+    def modes(self, online: bool) -> list[Mode]:
+        """The forms worth deriving apart: shifted exponentials, and products over joined
+        operands.
+        """
+        out = [Mode()]
+        ops = self.segment.ops
+        if online and Op.EXP in ops:
+            out.append(Mode(raw=False))
+        products = [n for n in self.segment.nodes if n.op is Op.ADD]
+        if any(all(i.op is Op.MATMUL for i in n.inputs) for n in products):
+            out.append(Mode(joined=True))
+        return out
 
     def size_axis(self, node: Node) -> Axis | None:
         """The axis whose extent a size node stands for (None: extent 1)."""

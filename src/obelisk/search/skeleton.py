@@ -72,7 +72,8 @@ class Skeleton:
 def _shared(steps: Sequence[Step], stored: Sequence[int]) -> tuple[Axis, ...]:
     # An axis that is summed somewhere must lie whole in a block, or in the loop.
     summed = {steps[s.op[1]].dims[s.op[2]] for s in steps if s.op[0] in (Op.SUM, Op.REDUCE_MAX)}
-    summed |= {steps[s.op[1]].dims[-1] for s in steps if s.op[0] is Op.MATMUL}
+    summed |= {steps[s.op[1]].dims[-1] for s in steps if s.op[0] in (Op.MATMUL, "joined")}
+    summed |= {steps[s.op[2]].dims[-1] for s in steps if s.op[0] == "joined"}
     first = [a for a in steps[stored[0]].dims if a is not None and a not in summed]
     return tuple(a for a in first if all(a in steps[i].dims for i in stored))
 
@@ -288,6 +289,9 @@ def _apply(name: object, args: list[Node]) -> Node:
         return _BINARY[name](args[0], args[1])
     if name is Op.WHERE:
         return b.where(args[0], args[1], args[2])
+    if name == "joined":
+        x, y, w, v = args
+        return b.matmul(b.concat([x, y], -1), b.concat([w, v], -2))
     if name == "weigh":
         value, peak = args
         return b.mul(value, b.exp(b.sub(peak, b.reduce_max(peak, 0))))

@@ -25,7 +25,7 @@ from obelisk.search import field as F
 from obelisk.search.axes import Axis, Dims
 from obelisk.search.program import Program, aligned, apply_field, apply_poly
 from obelisk.search.terms import Poly
-from obelisk.search.value import COMBINED, LEAD, LOOP_AT, Counts, Schedule, Stage, Value
+from obelisk.search.value import COMBINED, LEAD, LOOP_AT, Counts, Mode, Schedule, Stage, Value
 
 _UNARY = (
     Op.EXP,
@@ -58,7 +58,7 @@ class Synthesis:
         most_values: int,
         most_ops: int,
         online: bool,
-        raw: bool = True,
+        mode: Mode,
         stop: Callable[[], bool],
     ) -> None:
         self.program, self.schedule, self.counts = program, schedule, counts
@@ -69,7 +69,7 @@ class Synthesis:
             online,
             stop,
         )
-        self.raw = raw
+        self.mode = mode
         self.values: list[Value] = []
         self.weights: list[float] = []
         self._by_form: dict[object, Value] = {}
@@ -300,7 +300,7 @@ class Synthesis:
         """exp only of what the program itself exponentiates, or of a value shifted by its
         maximum.
         """
-        return (self.raw and v.poly.id in self.program.raw_exponents) or self._is_shifted(v)
+        return (self.mode.raw and v.poly.id in self.program.raw_exponents) or self._is_shifted(v)
 
     def _is_shifted(self, v: Value) -> bool:
         return bool(v.step[0] == "shift")
@@ -582,7 +582,32 @@ class Synthesis:
         if a.partial != b.partial or a.open != b.open or a.peak != b.peak:
             self.counts.prune("unlike sums")
             return
+        if self.mode.joined and op is Op.ADD and a.step[0] is Op.MATMUL is b.step[0]:
+            self._joined(a, b, dims)
+            return
         self._emit(op, (a, b), dims, None, a.peak, partial=a.partial, open_fold=a.open)
+
+    def _joined(self, a: Value, b: Value, dims: Dims) -> None:
+        """xw + yv as [x y] @ [w; v]: one product, and the concatenation is only a place in
+        memory.
+        """
+        x, w = (self.values[i] for i in a.step[1:])
+        y, v = (self.values[i] for i in b.step[1:])
+        if x.dims[:-1] != y.dims[:-1] or w.dims[:-2] != v.dims[:-2] or w.dims[-1] != v.dims[-1]:
+            return
+        operands = (x, y, w, v)
+        self.offer(
+            ("joined", *(o.id for o in operands)),
+            operands,
+            dims,
+            max(o.phase for o in operands),
+            self.terms.add(a.poly, b.poly),
+            sum(0.25 * self.work(dims, o.dims[-1], o.phase) for o in (x, y)),
+            lambda: F.linear(*_both(a, b), 1),
+            partial=a.partial,
+            peak=a.peak,
+            open_fold=a.open,
+        )
 
     def _matmul(self, a: Value, b: Value) -> None:
         if len(a.dims) < 2 or len(b.dims) < 2:

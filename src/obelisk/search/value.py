@@ -42,6 +42,19 @@ class Schedule:
     split: Axis | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Which of two equal forms to derive where the bank would keep only the cheaper one.
+
+    Attributes:
+        raw: allow exponentials as the program has them; False asks for shifted ones only.
+        joined: form a sum of two products as one product over concatenated operands.
+    """
+
+    raw: bool = True
+    joined: bool = False
+
+
 @dataclass(slots=True)
 class Value:
     """One entry of the bank.
