@@ -17,6 +17,7 @@ from rich.text import Text
 
 from obelisk.app import bench as benching
 from obelisk.app.account import OP_BY_OP
+from obelisk.app.cli_mega import register as register_mega
 from obelisk.app.contenders import ALL
 from obelisk.app.display import (
     Display,
@@ -51,6 +52,7 @@ app = typer.Typer(
 )
 cache_app = typer.Typer(help="What is stored, and whether it can be trusted.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
+register_mega(app)
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -228,7 +230,7 @@ def verify_command(
             )
             if row.witness:
                 line.append(f"  witness: {row.witness}")
-            console.print(line, soft_wrap=True)
+            progress.print(console, line)
     console.print(summary_line(rows))
     _write_json(json_file, judgements_json(rows))
     if any(r.verdict not in ("proved", "tested") for r in rows):
@@ -328,7 +330,7 @@ def bench_command(
             budget=budget,
             seed=seed,
             progress=progress,
-            each=lambda row: console.print(Text("  ".join(row_of(row)))),
+            each=lambda row: progress.print(console, Text("  ".join(row_of(row)))),
         )
     console.print(rows_table(("program", "obelisk", "ratio", *columns), map(row_of, rows)))
     for name, value in benching.summarise(rows).items():

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -52,6 +52,13 @@ class Display:
             self.status = Status(line, console=self.console)
             self.status.start()
         self.status.update(Text(line))
+
+    def print(self, console: Console, *what: RenderableType) -> None:
+        """Print a result in the middle of progress: the line at the foot makes way for it."""
+        if self.status is not None:
+            self.status.stop()
+            self.status = None
+        console.print(*what, soft_wrap=True)
 
     def __enter__(self) -> Self:
         return self

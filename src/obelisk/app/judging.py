@@ -14,9 +14,9 @@ from typing import Any
 
 from obelisk.app.loading import load_entries, load_program
 from obelisk.base.progress import Progress
-from obelisk.ir import DType, Graph
+from obelisk.ir import DType
 from obelisk.ir.files import Entry
-from obelisk.verify import VerdictKind, verify
+from obelisk.verify import VerdictKind, Verifier
 
 KINDS = tuple(kind.value for kind in VerdictKind)
 
@@ -56,18 +56,19 @@ def judge_entries(
     entries = load_entries(candidates, batch, dtype)
     first = next((e.graph for e in entries if e.graph is not None), None)
     target = load_program(program, batch, dtype, like=first)
+    verifier = Verifier(target, seed=seed)
     for done, entry in enumerate(entries):
         progress.update("verify", {"judged": done, "of": len(entries)})
-        yield judge(entry, target, seed)
+        yield judge(entry, verifier)
 
 
-def judge(entry: Entry, program: Graph, seed: int) -> Judgement:
+def judge(entry: Entry, verifier: Verifier) -> Judgement:
     """One graph's answer."""
     if entry.graph is None:
         return Judgement(entry.index, "refuted", "not a graph", 0.0, f"malformed: {entry.error}")
     begin = time.monotonic()
     try:
-        verdict = verify(program, entry.graph, seed=seed)
+        verdict = verifier.verify(entry.graph)
     except Exception as error:  # the contract says never; one graph must not cost the others
         seconds = time.monotonic() - begin
         text = f"the judge failed: {type(error).__name__}: {error}"
