@@ -196,6 +196,22 @@ def test_a_judge_that_fails_costs_one_candidate(monkeypatch: pytest.MonkeyPatch)
     assert rows["f4x1"].verdict in ("proved", "tested")
 
 
+def test_a_search_that_fails_leaves_the_program(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R36: a fault in the search is logged with its traceback; the program's kernels come back."""
+
+    def search(*_: Any, **__: Any) -> SearchResult:
+        raise AssertionError("a broken invariant")
+
+    monkeypatch.setattr(pipeline, "search", search)
+    best = ob.optimize(program(), budget=BUDGET)
+    check(best)
+    assert best.report.failures == {"search failed": 1}
+    assert any("a broken invariant" in note for note in best.report.notes)
+    assert "Traceback" in caplog.text
+
+
 def test_own_kernels_that_cannot_be_made_are_a_clean_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -139,6 +139,7 @@ class _Run:
     stages: dict[str, float] = field(default_factory=dict)
     ready: list[tuple[_Lowered, Built]] = field(default_factory=list)
     stats: SearchStats = field(default_factory=SearchStats)
+    notes: list[str] = field(default_factory=list)
     interrupts: int = 0
 
     def result(self) -> Compiled:
@@ -207,14 +208,20 @@ class _Run:
 
     def _search(self) -> None:
         request = self.request
-        found = search(
-            request.program,
-            request.machine,
-            space=request.space,
-            budget=Budget(seconds=max(self.left(SEARCH_ENDS), LEAST_SEARCH)),
-            seed=request.seed,
-            progress=self.progress,
-        )
+        try:
+            found = search(
+                request.program,
+                request.machine,
+                space=request.space,
+                budget=Budget(seconds=max(self.left(SEARCH_ENDS), LEAST_SEARCH)),
+                seed=request.seed,
+                progress=self.progress,
+            )
+        except Exception as error:  # a fault of ours, said loudly; the program is still an answer
+            self.failures["search failed"] += 1
+            self.notes.append(f"the search failed: {type(error).__name__}: {error}")
+            logger("app").exception("the search failed; going on with the program itself")
+            return
         self.stats = found.stats
         self.candidates.extend(found.candidates[1:])
         if found.stats.stopped == "interrupted":
@@ -385,9 +392,7 @@ class _Run:
             failures=count_failures(self.failures),
             environment=environment(request.machine, request.threads, request.compiler.version),
             choice=tuned.reason if tuned else "nothing was measured",
-            notes=(f"inputs {tuned.cache_state} in {tuned.copies} copies", *tuned.notes)
-            if tuned
-            else (),
+            notes=(*self.notes, *_notes(tuned)),
             interrupted=self.interrupts > 0,
         )
         return Artifact(
@@ -438,3 +443,10 @@ class _Run:
             return True
         self._rejected(candidate, verdict)
         return False
+
+
+def _notes(tuned: TuneReport | None) -> tuple[str, ...]:
+    """What a reader of the times must know."""
+    if tuned is None:
+        return ()
+    return (f"inputs {tuned.cache_state} in {tuned.copies} copies", *tuned.notes)
