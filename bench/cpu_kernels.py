@@ -1,7 +1,8 @@
 """Side by side: generated CPU kernels, numpy and torch, on the named programs and on one product.
 
-Every contender of a program runs in each round, in rotating order, so that a slow moment hits all of them; a line
-gives the median and the range of the middle half in microseconds, and the ratio of the best library to ours.
+Every contender of a program runs in each round, in rotating order, so that a slow moment hits
+all of them; a line gives the median and the range of the middle half in microseconds, and the
+ratio of the best library to ours.
 
     python bench/cpu_kernels.py [PROGRAM ...] [--threads 2] [--seconds 4] [--compile] [--square]
 """

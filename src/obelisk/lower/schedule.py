@@ -395,32 +395,45 @@ class _Scheduler:
         self.views[node] = now
         self.state_of[node] = state
         self.late.append(chains.chain(node, dims, {node: now}, state))
+        for user in dict.fromkeys(self.users[node]):
+            if user.op is Op.ACCUM_RESCALE and user.inputs[1] is node:
+                self.rescale(user)
+
+    def by_product(self, node: Node) -> bool:
+        """Whether an accumulator is the target of a product itself."""
+        x = node.inputs[0]
+        return x.op is Op.MATMUL and self.closes(x)
+
+    def state(self, node: Node) -> View:
+        """Where an accumulator lies, and how it starts (a product overwrites it at first)."""
+        if node not in self.views:
+            kind = compute_type(node.dtype)
+            direct = self.direct(node, kind) if self.by_product(node) else None
+            self.views[node] = direct or self.tile(node, kind, "s")
+            start = self.lowest(node.dtype) if node.op is Op.ACCUM_MAX else 0.0
+            if not self.by_product(node):
+                self.emit(Phase.INVARIANT, self.fill(self.views[node], node.dtype, start))
+        return self.views[node]
 
     def accumulate(self, node: Node) -> None:
-        """One accumulator: its state, how it starts, and its step at the end of each iteration."""
-        kind, x = compute_type(node.dtype), node.inputs[0]
-        by_product = x.op is Op.MATMUL and x not in self.views and self.closes(x)
-        state = (self.direct(node, kind) if by_product else None) or self.tile(node, kind, "s")
-        self.views[node] = state
-        start = self.lowest(node.dtype) if node.op is Op.ACCUM_MAX else 0.0
-        if not by_product:
-            self.parts[Phase.INVARIANT].append(self.fill(state, node.dtype, start))
-        if node.op is Op.ACCUM_RESCALE:
-            self.rescale(node, state)
+        """The step of an accumulator at the end of each iteration."""
+        x, state = node.inputs[0], self.state(node)
         mode = Mode.MAX if node.op is Op.ACCUM_MAX else Mode.ADD
-        if by_product:
+        if self.by_product(node):
             self.product(x, Phase.LOOP, state, Mode.ADD_AFTER_FIRST)
         elif x.op in (Op.SUM, Op.REDUCE_MAX) and x not in self.views:
-            self.emit(
-                Phase.LOOP,
-                chains.reduction(x, self.dims(x.inputs[0]), self.views, state, mode),
-            )
+            dims = self.dims(x.inputs[0])
+            self.emit(Phase.LOOP, chains.reduction(x, dims, self.views, state, mode))
         else:
             self.emit(Phase.LOOP, chains.chain(x, self.dims(node), self.views, state, mode))
 
-    def rescale(self, node: Node, state: View) -> None:
-        """state = old peak is -inf ? 0 : state * exp(old peak - new peak)."""
-        peak = node.inputs[1]
+    def rescale(self, node: Node) -> None:
+        """state = old peak is -inf ? 0 : state * exp(old peak - new peak).
+
+        This stands right behind the new peak, so that what is added to the state later may join
+        the chain that computes it.
+        """
+        peak, state = node.inputs[1], self.state(node)
         dims, dtype = self.dims(node), node.dtype
         body = chains.Body(dims, {node: state, peak: self.state_of[peak]})
         acc, old = body.value(node), body.value(peak)
@@ -437,7 +450,13 @@ class _Scheduler:
         write = Write(value, aligned(state, dims))
         self.emit(
             Phase.LOOP,
-            Chain(dims, tuple(body.reads), tuple(body.code), (write,), skip_first=True),
+            Chain(
+                dims,
+                tuple(body.reads),
+                tuple(body.code),
+                (write,),
+                skip_first=self.by_product(node),
+            ),
         )
 
     def store(self, j: int, store: Store) -> None:

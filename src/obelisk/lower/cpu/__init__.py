@@ -20,7 +20,7 @@ from obelisk.machine.description import Machine, MachineKind
 ARENA_LIMIT = 1 << 28  # bytes of fast memory per thread: beyond this a tile is no tile
 SCRATCH_LIMIT = 1 << 36  # bytes between kernels
 MAX_THREADS = 256
-STREAM_COLUMNS, STREAM_DEPTH, STREAM_GAP = 2048, 6, 16  # OB_SN, OB_SK, OB_GAP of blocking.h
+STREAM_SUMS, STREAM_DEPTH, STREAM_GAP = 16384, 6, 16  # OB_SUMS, OB_SK, OB_GAP of blocking.h
 DEFAULT = CpuOptions()
 
 __all__ = ["CpuModule", "CpuOptions", "cpu_program", "lower_cpu", "variants"]
@@ -45,9 +45,8 @@ def work_elements(product: Product, options: CpuOptions, lanes: int) -> int:
     k = product.a.sizes[-1]
     w = lanes // 2 if product.dtype is DType.F64 else lanes
     nr = w * options.vectors
-    pair = 2 * w
-    wide = -(-min(n, STREAM_COLUMNS) // pair) * pair + pair
-    streamed = min(m, options.stream_rows) * (STREAM_DEPTH + wide + STREAM_GAP)
+    few, pair = min(m, options.stream_rows), 2 * w
+    streamed = min(few * n, STREAM_SUMS) + few * (pair + STREAM_GAP + STREAM_DEPTH) + STREAM_GAP
     if m <= options.stream_rows and product.b.strides[-1] == 1:
         return streamed
     deep = min(k, options.depth)

@@ -33,7 +33,7 @@ class CpuOptions:
     block_rows: int = 192
     block_columns: int = 512
     pack_columns: int = 128
-    stream_rows: int = 8
+    stream_rows: int = 32
     alias: bool = True
     unroll: int = 4
     blocks_per_core: int = 4

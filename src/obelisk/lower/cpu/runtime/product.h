@@ -5,8 +5,7 @@
  *   packed: both operands are copied into panels (OB_MR rows of a, OB_NV vectors of columns of b) so that the
  *     innermost loop, OB_MR x OB_NV vector sums in registers, reads memory in order; OB_KC deep, OB_MC rows and OB_NC
  *     columns at a time, so that a panel of b stays in the first cache and the rows of a in the second.
- *   streamed, for few rows: b is read once, in place, OB_SK rows at a time along OB_SN columns; the sums wait in the
- *     cache. The work is what memory can deliver, so b is fetched ahead.
+ *   streamed, for few rows: b is read once, in place, OB_SK rows at a time; OB_SUMS sums wait in the cache. The work is what memory can deliver, so b is fetched ahead.
  * `work` holds the panels or the sums: as many elements as `work_elements` of the emitter computes.
  */
 #define OB_W ((long)(sizeof(OB_V) / sizeof(OB_T)))
@@ -191,8 +190,8 @@ static __attribute__((noinline, unused)) void OB_(stream_tail)(long m, long n, l
 static __attribute__((noinline, unused)) void OB_(streamed)(long m, long n, long k, const OB_T *a, long ars,
                                                               long acs, const OB_T *b, long brs, OB_T *c,
                                                               long crs, int add, OB_T *work) {
-  OB_T *const sums = work + m * OB_SK;
-  const long wide = ob_even(n, OB_SN, 2 * OB_W), srs = wide + OB_GAP;
+  OB_T *const sums = work + ob_up(m * OB_SK, OB_GAP);
+  const long wide = ob_even(n, OB_SUMS / m, 2 * OB_W), srs = wide + OB_GAP;
   for (long j = 0; j < n; j += wide) {
     const long nc = n - j < wide ? n - j : wide, whole = nc / (2 * OB_W) * (2 * OB_W);
     for (long i = 0; i < m; i++) memset(sums + i * srs, 0, (size_t)nc * sizeof(OB_T));
@@ -200,6 +199,10 @@ static __attribute__((noinline, unused)) void OB_(streamed)(long m, long n, long
     for (; p + OB_SK <= k; p += OB_SK)
       OB_(stream_step)(m, OB_SK, whole, a + p * acs, ars, acs, b + p * brs + j, brs, sums, srs,
                          p + OB_AHEAD + OB_SK <= k ? OB_AHEAD * brs : 0, work);
+    if (p + 4 <= k) {
+      OB_(stream_step)(m, 4, whole, a + p * acs, ars, acs, b + p * brs + j, brs, sums, srs, 0, work);
+      p += 4;
+    }
     for (; p < k; p++)
       OB_(stream_step)(m, 1, whole, a + p * acs, ars, acs, b + p * brs + j, brs, sums, srs, 0, work);
     if (whole < nc)
