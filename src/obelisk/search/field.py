@@ -144,13 +144,6 @@ def larger(a: Pair, b: Pair) -> Pair:
     return np.where(first, a[0], b[0]), q
 
 
-def smaller(a: Pair, b: Pair) -> Pair:
-    """Elementwise minimum by the same order."""
-    first = _order(a) <= _order(b)
-    q = None if a[1] is None or b[1] is None else np.where(first, a[1], b[1])
-    return np.where(first, a[0], b[0]), q
-
-
 def scalar(value: float) -> Pair:
     """A constant: exact for dyadic rationals, as every float is."""
     if value == float("-inf"):

@@ -158,9 +158,10 @@ def apply_field(op: Op, a: list[F.Pair], axis: int) -> F.Pair:
             return F.matmul(a[0], a[1])
         case Op.CAST:
             return a[0]
-        case Op.MAX:
-            return F.larger(a[0], a[1])
-        case Op.MIN:
-            return F.smaller(a[0], a[1])
+        case Op.MAX | Op.MIN:
+            # Commutative and nothing else: under any one order, two constants in turn (a clamp)
+            # would swallow every value half of the time.
+            key = zlib.crc32(op.value.encode())
+            return F.function(key, F.linear(a[0], a[1], 1), F.mul(a[0], a[1]))
         case _:
             return F.function(zlib.crc32(op.value.encode()), *a)
