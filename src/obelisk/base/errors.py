@@ -62,6 +62,12 @@ class BuildFailed(ObeliskError):
         self.log = log
 
 
+class KernelFault(ObeliskError):
+    """A running kernel stopped itself: a wait that exceeded its limit, or a result that is not
+    finite; the text names core, step, layer and operator.
+    """
+
+
 class CacheCorrupt(ObeliskError):
     """A stored entry or file cannot be trusted. Reported and rebuilt by `cache`, never passed to a
     user.

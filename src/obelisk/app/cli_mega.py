@@ -1,0 +1,228 @@
+"""The commands of the megakernel: `synth`, `generate` and `plan show`.
+
+`register` adds them to the command line's application. Like all commands they are a few lines
+around functions that Python can call.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from obelisk.app.display import Display, rows_table, stdout
+from obelisk.app.report import show_bytes, show_us
+from obelisk.app.synth import describe, explain, require_directory, synthesise, workload_of
+from obelisk.base.errors import UserError
+from obelisk.engine import Engine, Sampling, Tokenizer
+from obelisk.machine import find
+from obelisk.mega import target_of
+from obelisk.plan import Plan, read_plan, write_plan
+from obelisk.schedule import Choice, SearchAccount
+from obelisk.tasks import read_config
+
+plan_app = typer.Typer(help="What a plan holds.", no_args_is_help=True)
+_EXPLAINED = 12  # schedules listed by --explain
+
+PlanArg = Annotated[Path, typer.Argument(metavar="PLAN", help="A file written by `synth`.")]
+JsonOpt = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
+]
+
+
+def _write_json(path: Path | None, data: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _explain(choices: list[Choice], account: SearchAccount) -> None:
+    console = stdout()
+    first = choices[0].resources
+    console.print(
+        f"weights {show_bytes(first.weight_bytes)}, "
+        f"key-value cache {show_bytes(first.cache_bytes)}, read by a step "
+        f"at the full context {show_bytes(first.step_bytes)}"
+    )
+    rows = [
+        (describe(c), show_bytes(c.resources.footprint), c.resources.hungriest.value,
+         show_bytes(c.schedule.pages.nbytes), show_us(c.timeline.seconds * 1e6))
+        for c in choices[:_EXPLAINED]
+    ]  # fmt: skip
+    console.print(
+        rows_table(("schedule", "close by", "for", "scratch", "predicted us"), rows, left=1)
+    )
+    if len(choices) > _EXPLAINED:
+        console.print(f"and {len(choices) - _EXPLAINED} more")
+    pages = choices[0].schedule.pages.pages
+    shared = [
+        f"{a} and {b}" for i, (a, p) in enumerate(pages) for b, q in pages[i + 1 :]
+        if p.offset < q.offset + q.stride and q.offset < p.offset + p.stride
+    ]  # fmt: skip
+    console.print(f"pages shared between values: {', '.join(shared) or 'none'}")
+    cut = ", ".join(f"{n} by {limit}" for limit, n in account.pruned) or "none"
+    console.print(f"{account.tried} choices in {account.seconds:.1f} s; pruned: {cut}")
+    for example in account.examples:
+        console.print(Text(f"  {example}"), soft_wrap=True)
+
+
+def synth(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="config.json and *.safetensors.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="PLAN", help="Where the plan goes.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="cpu: this machine.")] = "cpu",
+    batch: Annotated[int, typer.Option("--batch", help="Sequences decoded together.")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", help="Positions of a sequence [2048, or the model's]."),
+    ] = None,
+    weights: Annotated[str, typer.Option("--weights", help="fp32, bf16 or int8.")] = "fp32",
+    cores: Annotated[
+        int | None, typer.Option("--cores", help="Pinned threads [all usable cores].")
+    ] = None,
+    profile: Annotated[
+        int, typer.Option("--profile", min=1, help="How many schedules to build and time.")
+    ] = 3,
+    explain_only: Annotated[
+        bool, typer.Option("--explain", help="Say what fits and what was pruned; build nothing.")
+    ] = False,
+    json_file: JsonOpt = None,
+) -> None:
+    """Synthesise a megakernel for a model: one program that runs whole decode steps."""
+    require_directory(model)
+    console = stdout()
+    if explain_only:
+        config = read_config(model)
+        machine = find(device)
+        target_of(machine)
+        _explain(*explain(config, workload_of(config, batch, context, weights), machine, cores))
+        return
+    if output is None:
+        raise UserError("synth needs -o PLAN, the file to write (or --explain)")
+    with Display() as progress:
+        made = synthesise(
+            model, device=device, batch=batch, context=context, weights=weights, cores=cores,
+            profile=profile, progress=progress,
+        )  # fmt: skip
+    write_plan(made.plan, output)
+    rows = [
+        (str(p.rank), p.note, show_us(p.predicted * 1e6), show_us(p.seconds * 1e6))
+        for p in made.profiled
+    ]
+    console.print(rows_table(("rank", "schedule", "predicted us", "measured us"), rows, left=2))
+    seconds = made.plan.measured["step_seconds"]
+    rate = made.plan.measured["step_bytes"] / seconds / 1e9
+    console.print(
+        f"{output}: {seconds * 1e3:.3f} ms a step ({1 / seconds:.0f} tokens/s a sequence, "
+        f"{rate:.1f} GB/s), synthesised in {made.seconds:.1f} s"
+    )
+    _write_json(json_file, made.plan.manifest())
+
+
+def _prompt(plan: Plan, text: str | None, ids: str | None, folder: Path) -> list[int]:
+    if (text is None) == (ids is None):
+        raise UserError("generate needs one prompt: --prompt TEXT or --prompt-ids 1,2,3")
+    if text is not None:
+        return Tokenizer(folder).encode(text)
+    try:
+        return [int(x) for x in str(ids).split(",")]
+    except ValueError:
+        raise UserError(f"--prompt-ids is {ids!r}, expected integers with commas: 1,2,3") from None
+
+
+def generate(
+    plan_file: PlanArg,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option("--prompt-ids", metavar="IDS", help="Token ids: 1,2,3.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens.")] = 64,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token.")] = False,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", help="Keep the k likeliest [0: all].")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Keep the likeliest of this mass.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same tokens.")] = 0,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="End with the new token ids, with commas.")
+    ] = False,
+    weights_dir: Annotated[
+        Path | None, typer.Option("--weights-dir", metavar="DIR", help="Where the weights are now.")
+    ] = None,
+    json_file: JsonOpt = None,
+) -> None:
+    """Continue a prompt with a plan."""
+    plan = read_plan(plan_file)
+    folder = weights_dir or Path(plan.weights_path)
+    tokens = _prompt(plan, prompt, prompt_ids, folder)
+    engine = Engine.load(plan_file, weights_dir)
+    sampling = Sampling() if greedy else Sampling(temperature, top_k, top_p, seed)
+    result = engine.generate([tokens], max_tokens, sampling=sampling)[0]
+    if not ids:
+        text = Tokenizer(folder).decode(result.tokens) if prompt is not None else None
+        typer.echo(text if text is not None else " ".join(map(str, result.tokens)))
+    steps, seconds = engine.timing.steps, engine.timing.seconds
+    typer.echo(
+        f"{len(result.tokens)} tokens ({result.reason}); {steps} steps in {seconds:.3f} s, "
+        f"{steps / seconds if seconds else 0:.0f} a second",
+        err=True,
+    )
+    if ids:
+        typer.echo(",".join(map(str, result.tokens)))
+    _write_json(
+        json_file,
+        {
+            "prompt": tokens, "tokens": list(result.tokens), "reason": result.reason,
+            "steps": steps, "seconds": seconds,
+        },
+    )  # fmt: skip
+
+
+@plan_app.command("show")
+def plan_show(
+    plan_file: PlanArg,
+    source: Annotated[bool, typer.Option("--source", help="Show the generated C.")] = False,
+    json_file: JsonOpt = None,
+) -> None:
+    """Show what a plan is for, what it decided, and what was measured."""
+    plan = read_plan(plan_file)
+    if source:
+        typer.echo(plan.source)
+    else:
+        m, w = plan.model, plan.workload
+        lines = {
+            "target": f"{plan.target}, {plan.cores} threads",
+            "machine": f"{plan.host.title} ({plan.host.system}, {plan.host.machine})",
+            "model": f"{m['family']}, {m['layers']} layers, hidden {m['hidden']}, "
+                     f"{m['heads']}/{m['kv_heads']} heads of {m['head_dim']}, ffn {m['ffn']}, "
+                     f"vocabulary {m['vocab']}, {'tied' if m['tied'] else 'separate'} head",
+            "model digest": plan.model_digest,
+            "weights": f"{plan.weights_path} ({len(plan.weights_digests)} files)",
+            "workload": f"batch {w['batch']}, context {w['context']}, {w['weights']}",
+            "schedule": str(plan.measured.get("schedule", plan.schedule["sync"])),
+            "tasks": f"{plan.schedule['tasks_per_core']} a core, "
+                     f"waits {plan.schedule['waits_per_core']}",
+            "memory": f"weights {show_bytes(plan.layout.total_bytes)}, "
+                      f"cache {show_bytes(plan.cache.nbytes)}, "
+                      f"scratch {show_bytes(plan.scratch_bytes)}",
+            "kernel": f"{len(plan.source)} characters of C, {show_bytes(len(plan.binary))} built",
+        }  # fmt: skip
+        if plan.measured:
+            step = plan.measured["step_seconds"]
+            lines["measured"] = (
+                f"{step * 1e3:.3f} ms a step at position {plan.measured['position']}"
+            )
+        for name, value in lines.items():
+            stdout().print(Text(f"{name:13s} {value}"), soft_wrap=True)
+    _write_json(json_file, plan.manifest())
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    app.command("synth")(synth)
+    app.command("generate")(generate)
+    app.add_typer(plan_app, name="plan")

@@ -1,0 +1,210 @@
+"""Synthesis of a megakernel: from a model directory to a plan, offline.
+
+Chains config, schedule search, judge, emitter, compiler and profiler. The best few schedules by the
+simulator are built and timed on the machine; the fastest is kept, with what was measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from obelisk.base.errors import UserError
+from obelisk.base.progress import Progress, Silent
+from obelisk.build import compile_c
+from obelisk.machine import Machine, find
+from obelisk.mega import emit_cpu, target_of
+from obelisk.plan import CacheLayout, EdgeName, Plan, host_identity
+from obelisk.runtime import Checkpoint, Session, file_digests
+from obelisk.runtime.packing import pack
+from obelisk.schedule import Choice, SearchAccount, search_schedules
+from obelisk.tasks import (
+    ModelConfig,
+    TaskKind,
+    Workload,
+    checkpoint_tensors,
+    inverse_frequencies,
+    parse_format,
+    read_config,
+    weight_layout,
+)
+
+COMPILE_SECONDS = 180.0
+PROFILE_STEPS = 12
+Source = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """One built schedule: its rank by the simulator, predicted and measured seconds of a step."""
+
+    rank: int
+    note: str
+    predicted: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Synthesis:
+    """A finished synthesis: the plan, what was searched, what was timed, and seconds in all."""
+
+    plan: Plan
+    choices: tuple[Choice, ...]
+    account: SearchAccount
+    profiled: tuple[Profiled, ...]
+    seconds: float
+
+
+def describe(choice: Choice) -> str:
+    """A schedule's choices in a few words."""
+    t = choice.schedule.shape.tiling
+    rope = "qkv+rope fused" if t.fuse_rope else "qkv by rows"
+    norm = "norms copied" if t.replicate_norm else "norms shared"
+    return f"{choice.schedule.sync}, panels of {t.panel}, {rope}, {norm}, {t.kv_splits} kv pieces"
+
+
+def make_plan(
+    choice: Choice,
+    folder: str | Path = "",
+    digests: Mapping[str, str] | None = None,
+    binary: bytes | None = None,
+) -> Plan:
+    """The plan of one schedule; compiles it unless `binary` is given."""
+    schedule = choice.schedule
+    shape, model = schedule.shape, schedule.shape.model
+    layout = weight_layout(shape)
+    emitted = emit_cpu(schedule, layout)
+    if binary is None:
+        binary = compile_c(emitted.source, timeout=COMPILE_SECONDS).path.read_bytes()
+    return Plan(
+        target="cpu",
+        host=host_identity(),
+        cores=schedule.cores,
+        model=model.to_json(),
+        model_digest=model.digest,
+        weights_path=str(Path(folder).resolve()) if folder else "",
+        weights_digests=digests or {},
+        tensors=tuple((t.name, t.shape) for t in checkpoint_tensors(model)),
+        workload={
+            "batch": shape.batch, "context": shape.work.context,
+            "weights": shape.work.weights.value,
+        },
+        schedule=schedule.to_json(),
+        edges=tuple(EdgeName(e.name, e.base, e.groups, e.layered) for e in emitted.edges),
+        barriers=emitted.barriers,
+        kinds=tuple(TaskKind),
+        layout=layout,
+        cache=CacheLayout(
+            model.layers, shape.batch, model.kv_heads, shape.work.context, model.head_dim
+        ),
+        scratch_bytes=schedule.pages.nbytes,
+        frequencies=tuple(float(f) for f in inverse_frequencies(model.rope, model.head_dim)),
+        eos=model.eos,
+        tolerance=None,
+        measured={},
+        source=emitted.source,
+        binary=binary,
+    )  # fmt: skip
+
+
+def time_step(session: Session, steps: int = PROFILE_STEPS) -> float:
+    """Seconds of one step, all slots in use at the middle of the context: the median of short
+    launches.
+    """
+    plan = session.plan
+    at = max(0, plan.context // 2 - steps)
+    feed = [[1 % plan.vocab]] * plan.batch
+    runs = []
+    for _ in range(4):
+        session.position[:] = at
+        want = min(steps, plan.context - at)
+        start = time.perf_counter()
+        session.launch(feed, [want] * plan.batch)
+        runs.append((time.perf_counter() - start) / max(1, session.steps_done))
+    session.reset()
+    return float(np.median(runs[1:]))
+
+
+def synthesise(
+    folder: str | Path,
+    *,
+    device: str | Machine = "cpu",
+    batch: int = 1,
+    context: int | None = None,
+    weights: str = "fp32",
+    cores: int | None = None,
+    profile: int = 3,
+    progress: Progress | None = None,
+) -> Synthesis:
+    """A plan for the model in `folder`.
+
+    `context` defaults to 2048 or the model's own limit; `profile` is how many schedules are built
+    and timed (1: the simulator decides alone). Raises `UserError` and `Infeasible` naming the limit
+    that is exceeded.
+    """
+    listener = progress or Silent()
+    start = time.perf_counter()
+    machine = find(device) if isinstance(device, str) else device
+    target_of(machine)
+    model = read_config(folder)
+    checkpoint = Checkpoint(folder)
+    checkpoint.check([(t.name, t.shape) for t in checkpoint_tensors(model)], model.layers)
+    length = min(2048, model.max_positions) if context is None else context
+    work = Workload(batch, length, parse_format(weights))
+    choices, account = search_schedules(
+        model, work, machine, cores=cores, keep=max(1, profile), progress=listener
+    )
+    digests = file_digests(folder)
+    best, plans, rows = None, [], []
+    arenas: dict[str, Any] = {}
+    for rank, choice in enumerate(choices):
+        listener.update("build", {"built": rank, "of": len(choices)})
+        plan = make_plan(choice, folder, digests)
+        key = str(plan.layout)
+        if key not in arenas:
+            arenas.clear()  # one copy of the weights at a time
+            arenas[key] = pack(plan.layout, checkpoint.tensor)
+        seconds = time_step(Session(plan, arenas[key]))
+        rows.append(Profiled(rank, describe(choice), choice.timeline.seconds, seconds))
+        plans.append(plan)
+        if best is None or seconds < rows[best].seconds:
+            best = rank
+    assert best is not None
+    chosen = choices[best]
+    measured = {
+        "step_seconds": rows[best].seconds,
+        "position": length // 2,
+        "batch": batch,
+        "step_bytes": chosen.resources.step_bytes,
+        "schedule": rows[best].note,
+    }
+    return Synthesis(
+        replace(plans[best], measured=measured), tuple(choices), account, tuple(rows),
+        time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def explain(
+    model: ModelConfig, work: Workload, machine: Machine, cores: int | None = None
+) -> tuple[list[Choice], SearchAccount]:
+    """All schedules that fit, best first, without building any."""
+    return search_schedules(model, work, machine, cores=cores, keep=1 << 16)
+
+
+def workload_of(model: ModelConfig, batch: int, context: int | None, weights: str) -> Workload:
+    """The workload that `synthesise` would take; raises `UserError` when it exceeds a limit."""
+    length = min(2048, model.max_positions) if context is None else context
+    work = Workload(batch, length, parse_format(weights))
+    work.check(model)
+    return work
+
+
+def require_directory(folder: Path) -> None:
+    """Raise `UserError` when there is no such directory."""
+    if not folder.is_dir():
+        raise UserError(f"no model directory {folder}")

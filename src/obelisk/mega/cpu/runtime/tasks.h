@@ -1,0 +1,330 @@
+/* Bodies of the tasks. Each is compared with its meaning (tasks/meanings.py) in the tests.
+ *
+ * A product streams panels of OM_PANEL rows (plan/layout.py has the formula): per chunk of columns the rows lie side
+ * by side, each row has one vector of partial sums, and the input rows of all slots stay in the first cache. The order
+ * of additions does not depend on tiles, threads or the other slots.
+ */
+#if OM_FORMAT == 32
+typedef float om_weight;
+OB_INLINE vf om_load(const om_weight *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+#elif OM_FORMAT == 16
+typedef uint16_t om_weight;
+typedef uint16_t om_half __attribute__((vector_size(OB_LANES * 2)));
+typedef uint32_t om_word __attribute__((vector_size(OB_LANES * 4)));
+OB_INLINE vf om_load(const om_weight *p) {
+  om_half h;
+  memcpy(&h, p, sizeof h);
+  return (vf)(__builtin_convertvector(h, om_word) << 16);
+}
+#else
+typedef int8_t om_weight;
+typedef int8_t om_byte __attribute__((vector_size(OB_LANES)));
+OB_INLINE vf om_load(const om_weight *p) {
+  om_byte h;
+  memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(__builtin_convertvector(h, vi), vf);
+}
+#endif
+
+OB_INLINE vf om_get(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+OB_INLINE void om_put(float *p, vf v) { memcpy(p, &v, sizeof v); }
+
+typedef float om_sums[OM_BATCH][OM_PANEL];
+
+/* One panel times the input rows of NB slots from `first` on. */
+#define OM_PANEL_CASE(NB)                                                                                     \
+  OB_INLINE void om_panel_##NB(const om_weight *w, const float *x, long stride, long chunks, float (*out)[OM_PANEL]) { \
+    vf acc[NB][OM_PANEL];                                                                                     \
+    for (int b = 0; b < NB; b++)                                                                              \
+      for (int r = 0; r < OM_PANEL; r++) acc[b][r] = (vf){0};                                                 \
+    for (long k = 0; k < chunks; k++, w += OM_PANEL * OB_LANES) {                                             \
+      OM_FETCH(w);                                                                                            \
+      vf v[OM_PANEL];                                                                                         \
+      for (int r = 0; r < OM_PANEL; r++) v[r] = om_load(w + r * OB_LANES);                                    \
+      for (int b = 0; b < NB; b++) {                                                                          \
+        const vf xv = om_get(x + b * stride + k * OB_LANES);                                                  \
+        for (int r = 0; r < OM_PANEL; r++) acc[b][r] += v[r] * xv;                                            \
+      }                                                                                                       \
+    }                                                                                                         \
+    for (int b = 0; b < NB; b++)                                                                              \
+      for (int r = 0; r < OM_PANEL; r++) out[b][r] = ob_hsum_f(acc[b][r]);                                    \
+  }
+#if OM_PREFETCH
+#define OM_FETCH(w) __builtin_prefetch((const char *)(w) + OM_PREFETCH)
+#else
+#define OM_FETCH(w) ((void)0)
+#endif
+OM_PANEL_CASE(1)
+OM_PANEL_CASE(2)
+
+/* Sums of panel number `p`; scales applied. */
+OB_INLINE void om_product(const om_weight *w, const float *scale, long p, long chunks, const float *x, long stride,
+                          om_sums out) {
+  w += p * chunks * OM_PANEL * OB_LANES;
+  int b = 0;
+  for (; b + 2 <= OM_BATCH; b += 2) om_panel_2(w, x + b * stride, stride, chunks, out + b);
+  if (OM_BATCH & 1) om_panel_1(w, x + b * stride, stride, chunks, out + b);
+#if OM_FORMAT == 8
+  for (b = 0; b < OM_BATCH; b++)
+    for (int r = 0; r < OM_PANEL; r++) out[b][r] *= scale[p * OM_PANEL + r];
+#else
+  (void)scale;
+#endif
+}
+
+static __attribute__((noinline, unused)) void om_embed(om_state *s, const om_weight *w, const float *scale,
+                                                       const float *tokens, float *x) {
+  const int32_t *token = (const int32_t *)tokens;
+  const long chunks = OM_HIDDEN_CHUNKS;
+  (void)s, (void)scale;
+  for (int b = 0; b < OM_BATCH; b++) {
+    const long row = token[b * OM_TOKEN_STRIDE], r = row % OM_PANEL;
+    const om_weight *from = w + row / OM_PANEL * chunks * OM_PANEL * OB_LANES + r * OB_LANES;
+    float *to = x + b * OM_X_STRIDE;
+    for (long k = 0; k < chunks; k++) {
+      vf v = om_load(from + k * OM_PANEL * OB_LANES);
+#if OM_FORMAT == 8
+      v *= ob_splat_f(scale[row]);
+#endif
+      om_put(to + k * OB_LANES, v);
+    }
+    for (long i = chunks * OB_LANES; i < OM_X_STRIDE; i++) to[i] = 0.0f;
+  }
+}
+
+static __attribute__((noinline, unused)) void om_norm(const float *x, const float *gain, float *h) {
+  for (int b = 0; b < OM_BATCH; b++) {
+    const float *from = x + b * OM_X_STRIDE;
+    float *to = h + b * OM_X_STRIDE;
+    vf sum = {0};
+    long i = 0;
+    for (; i + OB_LANES <= OM_HIDDEN; i += OB_LANES) { const vf v = om_get(from + i); sum += v * v; }
+    float total = ob_hsum_f(sum);
+    for (; i < OM_HIDDEN; i++) total += from[i] * from[i];
+    const float f = 1.0f / __builtin_sqrtf(total / OM_HIDDEN + OM_EPS);
+    for (i = 0; i + OB_LANES <= OM_HIDDEN; i += OB_LANES)
+      om_put(to + i, om_get(from + i) * ob_splat_f(f) * om_get(gain + i));
+    for (; i < OM_HIDDEN; i++) to[i] = from[i] * f * gain[i];
+    for (; i < OM_X_STRIDE; i++) to[i] = 0.0f;
+  }
+}
+
+/* to[b][row] = sums + bias, rows lo..hi. */
+static __attribute__((noinline, unused)) void om_rows(const om_weight *w, const float *scale, const float *bias,
+                                                      long lo, long hi, long chunks, const float *x, long stride,
+                                                      float *to, long to_stride) {
+  for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
+    om_sums y;
+    om_product(w, scale, p, chunks, x, stride, y);
+    for (int b = 0; b < OM_BATCH; b++)
+      for (int r = 0; r < OM_PANEL; r++)
+        to[b * to_stride + p * OM_PANEL + r] = y[b][r] + (bias ? bias[p * OM_PANEL + r] : 0.0f);
+  }
+}
+
+/* x[b][row] += sums + bias. */
+static __attribute__((noinline, unused)) void om_residual(const om_weight *w, const float *scale, const float *bias,
+                                                          long lo, long hi, long chunks, const float *in,
+                                                          long stride, float *x) {
+  for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
+    om_sums y;
+    om_product(w, scale, p, chunks, in, stride, y);
+    for (int b = 0; b < OM_BATCH; b++)
+      for (int r = 0; r < OM_PANEL; r++)
+        x[b * OM_X_STRIDE + p * OM_PANEL + r] += y[b][r] + (bias ? bias[p * OM_PANEL + r] : 0.0f);
+  }
+}
+
+/* act[b][row] = silu(gate) * up; the panels of gate and up take turns. */
+static __attribute__((noinline, unused)) void om_up(const om_weight *w, const float *scale, const float *bias, long lo,
+                                                    long hi, const float *h, float *act) {
+  for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
+    om_sums g, u;
+    om_product(w, scale, 2 * p, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, g);
+    om_product(w, scale, 2 * p + 1, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, u);
+    for (int b = 0; b < OM_BATCH; b++)
+      for (int r = 0; r < OM_PANEL; r++) {
+        const long at = 2 * p * OM_PANEL + r;
+        const float gate = g[b][r] + (bias ? bias[at] : 0.0f), up = u[b][r] + (bias ? bias[at + OM_PANEL] : 0.0f);
+        act[b * OM_ACT_STRIDE + p * OM_PANEL + r] = gate / (1.0f + __builtin_expf(-gate)) * up;
+      }
+  }
+  if (hi >= OM_FFN)
+    for (int b = 0; b < OM_BATCH; b++)
+      for (long i = hi; i < OM_ACT_STRIDE; i++) act[b * OM_ACT_STRIDE + i] = 0.0f;
+}
+
+/* One head: optional norm, then rotation of halves. */
+OB_INLINE void om_turn(const float *from, const float *gain, const float *c, const float *sn, float *to) {
+  float f = 1.0f;
+  if (gain) {
+    float total = 0.0f;
+    for (int i = 0; i < OM_HEAD_DIM; i++) total += from[i] * from[i];
+    f = 1.0f / __builtin_sqrtf(total / OM_HEAD_DIM + OM_EPS);
+  }
+  for (int i = 0; i < OM_HEAD_DIM / 2; i++) {
+    const int j = i + OM_HEAD_DIM / 2;
+    const float a = from[i] * f * (gain ? gain[i] : 1.0f), b = from[j] * f * (gain ? gain[j] : 1.0f);
+    to[i] = a * c[i] - b * sn[i];
+    to[j] = b * c[i] + a * sn[i];
+  }
+}
+
+OB_INLINE float *om_cached(float *cache, long layer, long slot, long group) {
+  return cache + ((layer * OM_BATCH + slot) * OM_KV_HEADS + group) * OM_CONTEXT * OM_HEAD_DIM;
+}
+
+/* Head norms, rotation, append, for groups lo..hi; raw holds the rows of group `lo` on. */
+static __attribute__((noinline, unused)) void om_rope(om_state *s, long layer, long lo, long hi, const float *raw,
+                                                      long stride, const float *q_gain, const float *k_gain,
+                                                      float *q) {
+  const om_launch *l = s->l;
+  for (int b = 0; b < OM_BATCH; b++) {
+    const long at = s->active[b] ? l->position[b] : 0;
+    const float *c = l->cosines + at * (OM_HEAD_DIM / 2), *sn = l->sines + at * (OM_HEAD_DIM / 2);
+    for (long g = lo; g < hi; g++) {
+      const float *from = raw + b * stride + (g - lo) * OM_GROUP_ROWS;
+      for (int i = 0; i < OM_GROUP; i++)
+        om_turn(from + i * OM_HEAD_DIM, q_gain, c, sn, q + b * OM_Q_STRIDE + (g * OM_GROUP + i) * OM_HEAD_DIM);
+      for (int i = 0; i < s->active[b]; i++) { /* an idle slot appends nothing */
+        om_turn(from + OM_GROUP * OM_HEAD_DIM, k_gain, c, sn,
+                om_cached(l->keys, layer, b, g) + at * OM_HEAD_DIM);
+        memcpy(om_cached(l->values, layer, b, g) + at * OM_HEAD_DIM, from + (OM_GROUP + 1) * OM_HEAD_DIM,
+               OM_HEAD_DIM * sizeof(float));
+      }
+    }
+  }
+}
+
+static __attribute__((noinline, unused)) void om_qkv(om_state *s, long layer, long lo, long hi, const om_weight *w,
+                                                     const float *scale, const float *bias, const float *h,
+                                                     const float *q_gain, const float *k_gain, float *q) {
+  for (long g = lo; g < hi; g++) {
+    float raw[OM_BATCH][OM_GROUP_ROWS];
+    om_rows(w, scale, bias, g * OM_GROUP_ROWS, (g + 1) * OM_GROUP_ROWS, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE,
+            &raw[0][0] - g * OM_GROUP_ROWS, OM_GROUP_ROWS);
+    om_rope(s, layer, g, g + 1, &raw[0][0], OM_GROUP_ROWS, q_gain, k_gain, q);
+  }
+}
+
+#define OM_BLOCK 64 /* positions whose scores are kept at a time */
+
+/* Online softmax over positions from..to of one group; sums of weighted values, maxima, sums of weights. */
+static __attribute__((noinline, unused)) void om_piece(const float *q, const float *k, const float *v, long from,
+                                                       long to, float (*out)[OM_HEAD_DIM], float *peak, float *mass) {
+  for (int g = 0; g < OM_GROUP; g++) {
+    peak[g] = -__builtin_inff();
+    mass[g] = 0.0f;
+    for (int i = 0; i < OM_HEAD_DIM; i++) out[g][i] = 0.0f;
+  }
+  for (long start = from; start < to; start += OM_BLOCK) {
+    const int n = (int)(to - start < OM_BLOCK ? to - start : OM_BLOCK);
+    float p[OM_GROUP][OM_BLOCK];
+    for (int j = 0; j < n; j++) {
+      const float *kr = k + (start + j) * OM_HEAD_DIM;
+      for (int g = 0; g < OM_GROUP; g++) {
+        vf sum = {0};
+        int i = 0;
+        for (; i + OB_LANES <= OM_HEAD_DIM; i += OB_LANES) sum += om_get(q + g * OM_HEAD_DIM + i) * om_get(kr + i);
+        float total = ob_hsum_f(sum);
+        for (; i < OM_HEAD_DIM; i++) total += q[g * OM_HEAD_DIM + i] * kr[i];
+        p[g][j] = total * OM_SCALE;
+      }
+    }
+    for (int g = 0; g < OM_GROUP; g++) {
+      float top = peak[g];
+      for (int j = 0; j < n; j++) top = p[g][j] > top ? p[g][j] : top;
+      for (int j = n; j < OM_BLOCK; j++) p[g][j] = top;
+      for (int j = 0; j < OM_BLOCK; j += OB_LANES) om_put(p[g] + j, ob_exp_f(om_get(p[g] + j) - ob_splat_f(top)));
+      const float f = mass[g] > 0.0f ? __builtin_expf(peak[g] - top) : 0.0f;
+      float sum = 0.0f;
+      for (int j = 0; j < n; j++) sum += p[g][j];
+      mass[g] = mass[g] * f + sum;
+      peak[g] = top;
+      for (int i = 0; i < OM_HEAD_DIM; i++) out[g][i] *= f;
+    }
+    for (int j = 0; j < n; j++) {
+      const float *vr = v + (start + j) * OM_HEAD_DIM;
+      for (int g = 0; g < OM_GROUP; g++)
+        for (int i = 0; i < OM_HEAD_DIM; i++) out[g][i] += p[g][j] * vr[i];
+    }
+  }
+}
+
+/* The last group also owns the padding behind the queries' width. */
+OB_INLINE void om_attn_pad(float *attn, long slot, long group) {
+  if (group == OM_KV_HEADS - 1)
+    for (long i = OM_KV_HEADS * OM_GROUP * OM_HEAD_DIM; i < OM_Q_STRIDE; i++) attn[slot * OM_Q_STRIDE + i] = 0.0f;
+}
+
+static __attribute__((noinline, unused)) void om_attend(om_state *s, long layer, long slot, long group, long split,
+                                                        const float *q, float *attn, float *part) {
+  const long n = s->length[slot], piece = (n + OM_SPLITS - 1) / OM_SPLITS;
+  const long from = split * piece < n ? split * piece : n, to = from + piece < n ? from + piece : n;
+  const long at = slot * OM_Q_STRIDE + group * OM_GROUP * OM_HEAD_DIM;
+  float out[OM_GROUP][OM_HEAD_DIM], peak[OM_GROUP], mass[OM_GROUP];
+  om_piece(q + at, om_cached(s->l->keys, layer, slot, group), om_cached(s->l->values, layer, slot, group), from, to,
+           out, peak, mass);
+#if OM_SPLITS == 1
+  (void)part;
+  for (int g = 0; g < OM_GROUP; g++) {
+    const float f = mass[g] > 0.0f ? 1.0f / mass[g] : 0.0f;
+    for (int i = 0; i < OM_HEAD_DIM; i++) attn[at + g * OM_HEAD_DIM + i] = out[g][i] * f;
+  }
+  om_attn_pad(attn, slot, group);
+#else
+  (void)attn;
+  float *to_part = part + slot * OM_PART_STRIDE + (group * OM_SPLITS + split) * OM_PART_WIDTH;
+  memcpy(to_part, out, sizeof out);
+  memcpy(to_part + OM_GROUP * OM_HEAD_DIM, peak, sizeof peak);
+  memcpy(to_part + OM_GROUP * (OM_HEAD_DIM + 1), mass, sizeof mass);
+#endif
+}
+
+#if OM_SPLITS > 1
+static __attribute__((noinline, unused)) void om_combine(long slot, long group, const float *part, float *attn) {
+  const float *from = part + slot * OM_PART_STRIDE + group * OM_SPLITS * OM_PART_WIDTH;
+  for (int g = 0; g < OM_GROUP; g++) {
+    float top = -__builtin_inff(), mass = 0.0f, out[OM_HEAD_DIM] = {0};
+    for (int p = 0; p < OM_SPLITS; p++) {
+      const float peak = from[p * OM_PART_WIDTH + OM_GROUP * OM_HEAD_DIM + g];
+      top = peak > top ? peak : top;
+    }
+    for (int p = 0; p < OM_SPLITS; p++) {
+      const float *piece = from + p * OM_PART_WIDTH;
+      const float m = piece[OM_GROUP * (OM_HEAD_DIM + 1) + g];
+      const float f = m > 0.0f ? __builtin_expf(piece[OM_GROUP * OM_HEAD_DIM + g] - top) : 0.0f;
+      mass += m * f;
+      for (int i = 0; i < OM_HEAD_DIM; i++) out[i] += f * piece[g * OM_HEAD_DIM + i];
+    }
+    const float f = mass > 0.0f ? 1.0f / mass : 0.0f;
+    for (int i = 0; i < OM_HEAD_DIM; i++)
+      attn[slot * OM_Q_STRIDE + (group * OM_GROUP + g) * OM_HEAD_DIM + i] = out[i] * f;
+  }
+  om_attn_pad(attn, slot, group);
+}
+#endif
+
+/* Logits of rows lo..hi, and of each slot the first largest one; rows beyond the vocabulary are no tokens. */
+static __attribute__((noinline, unused)) void om_head(om_state *s, const om_weight *w, const float *scale, long lo,
+                                                      long hi, long tile, const float *h, float *logits,
+                                                      float *best) {
+  if (!s->need_head) return;
+  float top[OM_BATCH];
+  int32_t id[OM_BATCH];
+  for (int b = 0; b < OM_BATCH; b++) top[b] = -__builtin_inff(), id[b] = (int32_t)lo;
+  for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
+    om_sums y;
+    om_product(w, scale, p, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, y);
+    for (int b = 0; b < OM_BATCH; b++)
+      for (int r = 0; r < OM_PANEL; r++) {
+        const long row = p * OM_PANEL + r;
+        logits[b * OM_LOGITS_STRIDE + row] = y[b][r];
+        if (row < OM_VOCAB && y[b][r] > top[b]) top[b] = y[b][r], id[b] = (int32_t)row;
+      }
+  }
+  for (int b = 0; b < OM_BATCH; b++) {
+    best[b * OM_BEST_STRIDE + 2 * tile] = top[b];
+    memcpy(&best[b * OM_BEST_STRIDE + 2 * tile + 1], &id[b], 4);
+  }
+}

@@ -1,0 +1,151 @@
+"""How weights and the key-value cache lie in memory: records alone, without any model knowledge.
+
+Gives `MatrixLayout`, `VectorLayout` and `WeightLayout` (one arena: a global part, then one equal
+part for each layer) and `CacheLayout`. A matrix is stored in panels of `panel` rows; within a
+panel the columns advance `lanes` at a time, and of each such chunk all rows lie side by side, so
+that a product reads one sequential stream:
+
+    index(r, c) = ((r // panel) * (cols_padded // lanes) + c // lanes) * panel * lanes
+                  + (r % panel) * lanes + c % lanes        (in elements)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ALIGN = 64  # bytes: a cache line; every tensor of an arena begins on one
+
+
+def align(size: int, to: int = ALIGN) -> int:
+    """`size` rounded up to a multiple of `to`."""
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """`count` rows of each of `tensors`, from `start` on, `every` rows of each in turn.
+
+    One tensor: its rows in order. Two tensors with `every` 4: four rows of the first, four of the
+    second, and so on; a last short turn is filled up to `every` with zeros. `pad` zero rows follow.
+    """
+
+    tensors: tuple[str, ...]
+    start: int
+    count: int
+    every: int = 0
+    pad: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows in the packed matrix, zeros included."""
+        if len(self.tensors) == 1:
+            return self.count + self.pad
+        return align(self.count, self.every) * len(self.tensors) + self.pad
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixLayout:
+    """One packed matrix.
+
+    Attributes:
+        name: what the kernel calls it.
+        blocks: where its rows come from; names may hold `{layer}`.
+        rows, cols: packed rows (a multiple of `panel`) and true columns.
+        cols_padded: columns as stored, a multiple of `lanes`.
+        panel, lanes: see the module's text.
+        format: fp32, bf16 or int8.
+        offset: bytes from the start of its part of the arena.
+        scale_offset: int8 alone: bytes to its `rows` fp32 scales; else -1.
+    """
+
+    name: str
+    blocks: tuple[RowBlock, ...]
+    rows: int
+    cols: int
+    cols_padded: int
+    panel: int
+    lanes: int
+    format: str
+    offset: int
+    scale_offset: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class VectorLayout:
+    """One fp32 vector (a gain or a bias): `blocks` of elements, at `offset` bytes of its part."""
+
+    name: str
+    blocks: tuple[RowBlock, ...]
+    size: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """The arena: the global part, then `layers` parts of `layer_bytes`, from `layer_offset` on."""
+
+    matrices: tuple[MatrixLayout, ...]
+    vectors: tuple[VectorLayout, ...]
+    layer_matrices: tuple[MatrixLayout, ...]
+    layer_vectors: tuple[VectorLayout, ...]
+    layers: int
+    layer_offset: int
+    layer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole arena."""
+        return self.layer_offset + self.layers * self.layer_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> WeightLayout:
+        """The inverse of `to_json`."""
+
+        def blocks(item: Mapping[str, Any]) -> dict[str, Any]:
+            made = tuple(RowBlock(**{**b, "tensors": tuple(b["tensors"])}) for b in item["blocks"])
+            return {**item, "blocks": made}
+
+        return WeightLayout(
+            matrices=tuple(MatrixLayout(**blocks(m)) for m in data["matrices"]),
+            vectors=tuple(VectorLayout(**blocks(v)) for v in data["vectors"]),
+            layer_matrices=tuple(MatrixLayout(**blocks(m)) for m in data["layer_matrices"]),
+            layer_vectors=tuple(VectorLayout(**blocks(v)) for v in data["layer_vectors"]),
+            layers=data["layers"],
+            layer_offset=data["layer_offset"],
+            layer_bytes=data["layer_bytes"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The key-value cache: two dense fp32 tensors, keys then values.
+
+    Each is (layers, slots, kv_heads, context, head_dim), row-major; keys are stored after their
+    norm and rotary embedding. A prefill outside the kernel may write positions in place.
+    """
+
+    layers: int
+    slots: int
+    kv_heads: int
+    context: int
+    head_dim: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """The shape of keys, and of values."""
+        return (self.layers, self.slots, self.kv_heads, self.context, self.head_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values together."""
+        return 8 * self.layers * self.slots * self.kv_heads * self.context * self.head_dim
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object of the fields."""
+        return asdict(self)

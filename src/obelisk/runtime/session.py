@@ -1,0 +1,243 @@
+"""A loaded plan: weights in its layout, the key-value cache, and launches.
+
+`Session.load` refuses another machine, another model and other weights by name; `Session.launch`
+checks every limit before it starts anything. It contains no compiler and imports none. One session
+serves one caller at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from obelisk.base.errors import CallError, KernelFault, UserError
+from obelisk.plan import Plan, host_identity, read_plan, refusal
+from obelisk.runtime.checkpoint import Checkpoint, differing, file_digests
+from obelisk.runtime.launch import (
+    ABI,
+    END_OF_STEP,
+    HANG,
+    KIND_STEP,
+    MAX_STOPS,
+    NONFINITE,
+    LaunchStruct,
+    load_entry,
+)
+from obelisk.runtime.packing import aligned, pack
+
+Array = Any
+SPIN_SECONDS = 30.0
+REASONS = {0: "", 1: "stop", 2: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen: temperature 0 is greedy; top_k 0 and top_p 1 keep everything."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise `UserError` for values that mean nothing."""
+        if not 0.0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature is {self.temperature}, expected 0 or more")
+        if self.top_k < 0:
+            raise UserError(f"top_k is {self.top_k}, expected 0 (off) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"top_p is {self.top_p}, expected above 0 and at most 1")
+        if not 0 <= self.seed < 1 << 64:
+            raise UserError(f"seed is {self.seed}, expected 0 to 2^64 - 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """What a launch did for one slot: new tokens, why it ended ("" when it may go on)."""
+
+    tokens: tuple[int, ...]
+    reason: str
+
+
+class Session:
+    """A plan with its weights in memory."""
+
+    def __init__(self, plan: Plan, arena: Array, spin_seconds: float = SPIN_SECONDS) -> None:
+        """Take a plan and its packed weights; `load` is the usual way in."""
+        here = host_identity()
+        why = refusal(plan.host, here, plan.cores)
+        if why is not None:
+            raise UserError(f"this plan cannot run here: {why}. Synthesise one on this machine")
+        if arena.nbytes < plan.layout.total_bytes:
+            raise UserError(f"weights take {arena.nbytes} bytes, not {plan.layout.total_bytes}")
+        self.plan, self.arena, self.spin_seconds = plan, arena, spin_seconds
+        self.entry = load_entry(plan.binary)
+        self.keys = np.zeros(plan.cache.shape, np.float32)
+        self.values = np.zeros(plan.cache.shape, np.float32)
+        self.scratch = aligned(plan.scratch_bytes)
+        positions = np.arange(plan.context, dtype=np.float64)
+        angle = np.outer(positions, np.asarray(plan.frequencies, np.float64))
+        self.cosines = np.cos(angle).astype(np.float32)
+        self.sines = np.sin(angle).astype(np.float32)
+        self.position = np.zeros(plan.batch, np.int32)
+        self.debug = False
+        self.steps_done = 0
+
+    @staticmethod
+    def load(
+        plan: str | Path | Plan,
+        weights_dir: str | Path | None = None,
+        *,
+        spin_seconds: float = SPIN_SECONDS,
+    ) -> Session:
+        """A session from a plan file; `weights_dir` overrides the directory that the plan names.
+
+        Raises `UserError` for another machine, another model or other weights, and `ParseError` for
+        a damaged file.
+        """
+        what = plan if isinstance(plan, Plan) else read_plan(plan)
+        why = refusal(what.host, host_identity(), what.cores)
+        if why is not None:
+            raise UserError(f"this plan cannot run here: {why}. Synthesise one on this machine")
+        folder = Path(weights_dir or what.weights_path)
+        if not folder.is_dir():
+            raise UserError(
+                f"the plan's weights are not in {folder}: name their directory with --weights-dir"
+            )
+        bad = differing(what.weights_digests, file_digests(folder))
+        if bad is not None:
+            raise UserError(f"{folder} does not hold the weights that the plan was made for: {bad}")
+        checkpoint = Checkpoint(folder)
+        checkpoint.check(what.tensors, what.layout.layers)
+        return Session(what, pack(what.layout, checkpoint.tensor), spin_seconds)
+
+    def reset(self, slot: int | None = None) -> None:
+        """Forget what a slot (or all) holds."""
+        self.position[slice(None) if slot is None else slot] = 0
+
+    def room(self, slot: int) -> int:
+        """Positions that are left in a slot."""
+        return self.plan.context - int(self.position[slot])
+
+    def _check(self, feeds: Sequence[Sequence[int]], want: Sequence[int]) -> None:
+        batch, vocab = self.plan.batch, self.plan.vocab
+        if len(feeds) > batch:
+            raise CallError(f"{len(feeds)} sequences, but the plan's batch is {batch}")
+        for slot, (feed, new) in enumerate(zip(feeds, want, strict=True)):
+            for token in feed:
+                if not 0 <= token < vocab:
+                    raise CallError(f"token id {token} in slot {slot}: expected 0 to {vocab - 1}")
+            if feed and new < 1:
+                raise CallError(f"slot {slot} asks for {new} new tokens, expected 1 or more")
+            need = len(feed) + new - 1  # the last new token is not stored
+            if feed and need > self.room(slot):
+                raise CallError(
+                    f"slot {slot}: {len(feed)} tokens and {new} new ones need {need} positions, "
+                    f"{self.room(slot)} of the plan's context of {self.plan.context} are left"
+                )
+
+    def launch(
+        self,
+        feeds: Sequence[Sequence[int]],
+        want: Sequence[int],
+        sampling: Sequence[Sampling] = (),
+        stops: Sequence[int] = (),
+        steps: int | None = None,
+    ) -> list[SlotRun]:
+        """Run slots 0, 1, ...: first the tokens of `feeds` (none: the slot is left out), then up to
+        `want` new ones, until `stops`; at most `steps` steps in all.
+
+        Raises `CallError` when a limit would be exceeded and `KernelFault` when the kernel stopped
+        itself.
+        """
+        self._check(feeds, want)
+        batch = self.plan.batch
+        if len(stops) > MAX_STOPS:
+            raise CallError(f"{len(stops)} stop tokens, the kernel takes {MAX_STOPS}")
+        chosen = list(sampling) + [Sampling()] * (batch - len(sampling))
+        for s in chosen:
+            s.check()
+        longest = max([1, *(len(f) for f in feeds)])
+        feed = np.zeros((batch, longest), np.int32)
+        length, wanted = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+        for slot, tokens in enumerate(feeds):
+            feed[slot, : len(tokens)] = tokens
+            length[slot], wanted[slot] = len(tokens), want[slot]
+        total = max([0, *(len(f) + w - 1 for f, w in zip(feeds, want, strict=True) if f)])
+        room = max(1, int(wanted.max()))
+        arrays: dict[str, Array] = {
+            "weights": self.arena, "keys": self.keys, "values": self.values,
+            "scratch": self.scratch, "cosines": self.cosines, "sines": self.sines, "feed": feed,
+            "feed_length": length, "want": wanted, "position": self.position,
+            "out": np.zeros((batch, room), np.int32), "made": np.zeros(batch, np.int32),
+            "reason": np.zeros(batch, np.int32),
+            "temperature": np.array([s.temperature for s in chosen], np.float32),
+            "top_p": np.array([s.top_p for s in chosen], np.float32),
+            "top_k": np.array([s.top_k for s in chosen], np.int32),
+            "seed": np.array([s.seed for s in chosen], np.uint64),
+            "cpus": np.array(_cpus(self.plan.cores), np.int32),
+        }  # fmt: skip
+        call = LaunchStruct(
+            abi=ABI, cores=self.plan.cores, batch=batch,
+            steps=total if steps is None else min(steps, total),
+            feed_stride=longest, out_stride=room, stop_count=len(stops), debug=int(self.debug),
+            spin_seconds=self.spin_seconds,
+        )  # fmt: skip
+        for name, array in arrays.items():
+            setattr(call, name, array.ctypes.data)
+        for i, token in enumerate(stops):
+            call.stops[i] = token
+        before = self.position.copy()
+        code = self.entry(ctypes.byref(call))
+        self.steps_done = int(call.steps_done)
+        if code != 0:
+            self.position[:] = before
+            raise KernelFault(self._fault(code, call))
+        return [
+            SlotRun(tuple(int(t) for t in arrays["out"][i, : arrays["made"][i]]),
+                    REASONS[int(arrays["reason"][i])])
+            for i in range(len(feeds))
+        ]  # fmt: skip
+
+    def _fault(self, code: int, call: Any) -> str:
+        if code == NONFINITE:
+            kind, layer = divmod(int(call.fault_edge), KIND_STEP)
+            return (
+                f"{self.plan.kinds[kind]} of layer {layer} gave a number that is not finite, in "
+                f"step {call.fault_step}, slot {call.fault_slot}, element {call.fault_expected}"
+            )
+        if code == HANG:
+            return (
+                f"core {call.fault_core} waited {self.spin_seconds:g} s in step {call.fault_step} "
+                f"for {self._edge(int(call.fault_edge))}: expected {call.fault_expected} arrivals, "
+                f"saw {call.fault_seen}"
+            )
+        if code == -1:
+            return "the plan's kernel has another interface than this runtime: synthesise it again"
+        return f"thread {call.fault_core} could not be started on its core"
+
+    def _edge(self, number: int) -> str:
+        if number == END_OF_STEP:
+            return "the end of the step"
+        if number < 0:
+            return f"the barrier before {self.plan.barriers[-1 - number]}"
+        for e in self.plan.edges:
+            layers = self.plan.layout.layers if e.layered else 1
+            if e.base <= number < e.base + e.groups * layers:
+                layer, group = divmod(number - e.base, e.groups)
+                where = f" of layer {layer}" if e.layered else ""
+                return f"{e.name}{where}" + (f", head group {group}" if e.groups > 1 else "")
+        return f"edge {number}"
+
+
+def _cpus(cores: int) -> list[int]:
+    """The processors that threads are pinned to: the first ones this process may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [-1] * cores
+    return sorted(os.sched_getaffinity(0))[:cores]
