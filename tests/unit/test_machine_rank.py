@@ -104,7 +104,7 @@ def test_lora_in_one_kernel(machine: Machine, dtype: DType) -> None:
     """Making X A again in every block is cheaper than three more launches."""
     parts = 2 if machine is CPU else 128
     fused = seconds(mc.lora_fused(dtype, parts), machine)
-    assert fused < 0.8 * seconds(mc.lora_plain(dtype), machine)
+    assert fused < 0.9 * seconds(mc.lora_plain(dtype), machine)
 
 
 def test_predictions_on_an_h200_are_near_measurements() -> None:

@@ -23,6 +23,7 @@ from obelisk.machine.work import Work, matmul_shape
 STREAM_ROWS = 8  # a product of no more rows reads its right operand in place, row by row
 ROWS, ACCUMULATORS = 6, 12  # a micro-kernel's rows and vector accumulators
 FMA_LATENCY = 4.0
+SUM = 8.0  # cycles to clear, add and store a vector of sums of a streamed product
 TILE_CALL = 15.0  # cycles to enter a micro-kernel and set its pointers
 STEP_CALL = 30.0  # cycles to start the loop nest of one value
 BLOCK_CALL = 40.0  # cycles to fetch a block's number and compute its offsets
@@ -52,11 +53,12 @@ def matmul_cycles(b: int, m: int, n: int, k: int, lanes: int) -> float:
     """Cycles of b products (m, k) @ (k, n) on one core, operands in its nearest cache.
 
     Few rows are streamed: four rows of the right operand at a time are added to sums in the first
-    cache. More rows go through register tiles.
+    cache, which are then added to the result. More rows go through register tiles.
     """
     vectors = -(-n // lanes)
     if m <= STREAM_ROWS:
-        return b * (k * max(FMA_LATENCY, vectors * max(m / 2, 0.5 + m / 4)) + TILE_CALL)
+        per_k = max(FMA_LATENCY, vectors * (0.6 * m + 1.0))
+        return b * (k * per_k + SUM * m * vectors + TILE_CALL)
     rows, columns, row_tiles, panels = micro_kernel(m, n, lanes)
     per_k = max(rows * columns / 2, (rows + columns) / 2, FMA_LATENCY)
     return b * row_tiles * panels * (k * per_k + 2.0 * rows * columns + TILE_CALL)
