@@ -21,7 +21,7 @@ from obelisk.ir.op import Op
 from obelisk.ir.table import size_value
 from obelisk.lower import default
 from obelisk.lower.memory import Life, plan
-from obelisk.lower.schedule import Operand, Rules, schedule, with_plan
+from obelisk.lower.schedule import Operand, Rules, compute_type, schedule, with_plan
 from obelisk.lower.tile import (
     Access,
     Binding,
@@ -54,6 +54,7 @@ class _Program:
         self.output_of: dict[Node, int] = {}
 
     def tensor(self, kind: TensorKind, dtype: DType, elements: int, index: int = 0) -> int:
+        compute_type(dtype)  # refuses what cannot be addressed
         self.tensors.append(Tensor(kind, dtype, elements, index))
         return len(self.tensors) - 1
 
