@@ -235,7 +235,9 @@ def test_wheel_in_a_fresh_environment(tmp_path: Path) -> None:
     where, last = done.stdout.strip().splitlines() or ["", ""]
     assert Path(where).is_relative_to(place), done.stderr
     assert last == "fine", done.stderr
-    assert list(fresh.glob("obelisk/app/templates/*.j2"))
+    kinds = (".py", ".h", ".j2", ".typed")
+    ours = {p.relative_to(ROOT / "src") for p in (ROOT / "src").rglob("*") if p.suffix in kinds}
+    assert {p for p in ours if not (fresh / p).is_file()} == set()
 
 
 def copy_tree(target: Path) -> None:

@@ -6,6 +6,7 @@ promises one row per candidate in the search's order and exactly one chosen row.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -112,6 +113,7 @@ def environment(machine: Machine, threads: int, compiler: str) -> dict[str, str]
         "obelisk": obelisk_version(),
         "machine": f"{machine.title} ({machine.arch}), {machine.cores} cores, {caches}",
         "threads": str(threads),
+        "load average before": f"{os.getloadavg()[0]:.1f}",
         "compiler": compiler,
         "python": platform.python_version(),
         "numpy": np.__version__,
