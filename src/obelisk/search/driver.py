@@ -1,38 +1,83 @@
-"""The search: partition, schedules, synthesis, sizes, ranking. Anytime, seeded, within limits of
-time and memory.
+"""The search: partition, units of work, ranking. Anytime, seeded, durable, within limits of time
+and memory.
 
-For each interval that the partition asks for, every schedule (loop axis, split axis) is closed by
-`synth`, each skeleton found gets sizes by `sizes`, and the instances are ranked by the cost model.
-The candidates are the best cover with its alternatives, one interval varied at a time; the input
-graph is always candidate 0.
+For each interval that the partition asks for, units close every schedule and size what is promising
+(`units`), in this process or in workers (`pool`, `ray_pool`). Outcomes are merged in the order of
+the units, never in the order in which they arrive. The candidates are the best cover with its
+alternatives, one interval varied at a time; the input graph is always candidate 0.
 """
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from obelisk.base.digest import digest
+from obelisk.base.errors import UserError
 from obelisk.base.progress import Progress, Silent
+from obelisk.base.settings import usable_cores
 from obelisk.ir import Graph, make_graph
 from obelisk.machine import Machine, estimate
-from obelisk.search.axes import Axis, Segment
-from obelisk.search.partition import Cover, Interval, Partition
-from obelisk.search.program import Program
+from obelisk.search.checkpoint import Checkpoint
+from obelisk.search.partition import Choice, Cover, Interval, Partition
+from obelisk.search.pool import Executor, Local, Pool
 from obelisk.search.sizes import Instance, Sizer
-from obelisk.search.skeleton import Skeleton, extract
+from obelisk.search.skeleton import Skeleton
 from obelisk.search.space import Budget, Candidate, SearchResult, SearchStats, Space
-from obelisk.search.synth import Synthesis
-from obelisk.search.value import Counts, Schedule
+from obelisk.search.units import (
+    Limits,
+    Outcome,
+    Task,
+    choice,
+    context_of,
+    peak_resident,
+    read_skeleton,
+    resident,
+    sizing_task,
+    synthesis_tasks,
+)
 
 REPORT_SECONDS = 0.1
-SIZES_KEPT = 4  # instances kept of one skeleton
 PROMISING = 2.0  # a skeleton whose first sizes cost more than this times the best is not refined
+GRACE_SECONDS = 0.3  # wait for workers that stop at the deadline themselves
+ExecutorMaker = Callable[[Callable[[], Limits], Callable[[], str]], Executor]
 
 
-class _Stopped(Exception):
-    """A limit was reached; carries its name."""
+@dataclass
+class _Job:
+    """The search of one segment: first its syntheses, then sizes for what looks promising."""
+
+    key: str
+    interval: Interval
+    tasks: list[Task]
+    synthesized: dict[str, Outcome] = field(default_factory=dict)
+    sizing: dict[str, Skeleton] = field(default_factory=dict)
+    sized: dict[str, Outcome] = field(default_factory=dict)
+    sketches: list[tuple[Skeleton, Choice]] = field(default_factory=list)
+    done: bool = False
+
+    def sketch(self) -> None:
+        """Skeletons with their first sizes, cheapest first; of equal ones the first unit's."""
+        found: dict[str, tuple[Skeleton, Choice]] = {}
+        for task in self.tasks:
+            result = self.synthesized.get(task.key)
+            for plain, sizes, seconds in result.found if result else ():
+                skeleton = read_skeleton(plain)
+                found.setdefault(skeleton.key, (skeleton, choice(skeleton, sizes, seconds)))
+        self.sketches = sorted(found.values(), key=lambda s: (s[1].seconds, s[0].key))
+
+    def choices(self) -> list[Choice]:
+        """Everything sized, cheapest first; a skeleton that was not refined has its first sizes."""
+        out: list[Choice] = []
+        refined = {s.key: self.sized[k] for k, s in self.sizing.items() if k in self.sized}
+        for skeleton, sketch in self.sketches:
+            better = refined.get(skeleton.key)
+            found = [choice(skeleton, *x) for x in better.found] if better else []
+            out += found or [sketch]
+        out.sort(key=lambda c: (c.seconds, repr(c.sizes)))
+        return out
 
 
 class _Search:
@@ -44,119 +89,186 @@ class _Search:
         budget: Budget,
         seed: int,
         progress: Progress,
+        checkpoint: Path | None,
+        resume: Path | None,
     ) -> None:
         self.graph, self.machine, self.space, self.budget = graph, machine, space, budget
-        self.seed, self.progress = seed, progress
+        self.progress = progress
+        self.context = context_of(graph, machine, space, seed)
+        self.checkpoint = Checkpoint(self.context, checkpoint or resume)
+        if resume is not None:
+            self.checkpoint.load(resume)
         self.begun = time.monotonic()
-        self.counts = Counts()
-        self.skeletons = self.instances = self.segments = 0
         self.stopped = ""
+        self.executor: Executor | None = None
+        self.pruned: dict[str, int] = {}
+        self.stages: dict[str, float] = {}
+        self.states = self.bank_hits = self.skeletons = self.instances = 0
+        self.intervals = self.reused = self.units = self.resumed = self.peak = 0
         self._reported = 0.0
-        self._memo: dict[str, list[tuple[Skeleton, Instance]]] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._owner: dict[str, _Job] = {}  # unit key: its job
+        self._pending: set[str] = set()
+        self._built: dict[tuple[int, int, str, str], Instance | None] = {}
 
     # -- limits ----------------------------------------------------------------------------------
-    def stop(self) -> bool:
-        """True once a limit is reached; also reports progress, at a bounded rate."""
-        if self.stopped:
-            return True
+    def limits(self) -> Limits:
+        """What is left now."""
+        left = self.begun + self.budget.seconds - time.monotonic()
+        return Limits(max(0.0, left), max(0, self.budget.states - self.states), self.budget.memory)
+
+    def tick(self) -> str:
+        """Called in the middle of units that run here: reports progress."""
         now = time.monotonic()
-        if now - self.begun > self.budget.seconds:
-            self.stopped = "time"
-        elif self.counts.states > self.budget.states:
-            self.stopped = "states"
         if now - self._reported > REPORT_SECONDS:
             self._reported = now
-            if _memory() > self.budget.memory:
-                self.stopped = "memory"
             self.progress.update("search", self._now())
+        return ""
+
+    def stop(self) -> bool:
+        """True once a limit is reached."""
+        if not self.stopped:
+            if time.monotonic() - self.begun > self.budget.seconds:
+                self.stopped = "time"
+            elif self.states > self.budget.states:
+                self.stopped = "states"
+            elif resident() > self.budget.memory:
+                self.stopped = "memory"
+        self.tick()
         return bool(self.stopped)
 
     def _now(self) -> Mapping[str, float | int | str]:
+        live = self.executor.live_states() if self.executor else 0
         return {
             "seconds": time.monotonic() - self.begun,
-            "states": self.counts.states,
-            "pruned": sum(self.counts.pruned.values()),
+            "states": self.states + live,
+            "pruned": sum(self.pruned.values()),
             "skeletons": self.skeletons,
             "candidates": self.instances,
         }
 
-    # -- one interval ----------------------------------------------------------------------------
-    def schedules(self, segment: Segment) -> Iterator[Schedule]:
-        """Every loop axis without, then with each split axis."""
-        loops: list[Axis | None] = [None, *range(len(segment.extents))]
-        yield from (Schedule(loop) for loop in loops)
-        if self.space.split_reductions:
-            for split in sorted(segment.inner & segment.reduced):
-                yield from (Schedule(loop, split) for loop in loops)
+    # -- units -----------------------------------------------------------------------------------
+    def _solve(self, partition: Partition) -> None:
+        """Search what the partition wants until it wants nothing more."""
+        while not self.stop():
+            with self._stage("partition"):
+                wanted = partition.wanted()
+            if not wanted:
+                return
+            jobs = [(interval, self._job(interval)) for interval in wanted]
+            try:
+                self._wait()
+            finally:  # also on a limit or Ctrl-C: what is there is settled
+                for interval, job in jobs:
+                    if job is None:
+                        partition.settle(interval, [])
+                    elif job.done or job.synthesized:
+                        if not job.done:
+                            job.sketch()
+                        partition.settle(interval, job.choices())
 
-    def interval(self, interval: Interval) -> list[Instance]:
-        """Ranked instances of one interval."""
+    def _job(self, interval: Interval) -> _Job | None:
+        """The job of an interval's segment, begun if no equal segment was searched before."""
+        self.intervals += 1
         segment = interval.segment
         if segment is None:
-            return []
-        self.segments += 1
-        program = Program(segment, self.seed)
-        found: dict[str, Skeleton] = {}
-        for mode in program.modes(self.space.online_softmax):
-            for schedule in self.schedules(segment):
-                if self.stop():
-                    break
-                synthesis = Synthesis(
-                    program,
-                    schedule,
-                    self.counts,
-                    most_values=self.space.values,
-                    most_ops=self.space.block_ops,
-                    online=self.space.online_softmax,
-                    mode=mode,
-                    stop=self.stop,
-                )
-                synthesis.run()
-                skeleton = extract(synthesis)
-                if skeleton is not None:
-                    found.setdefault(skeleton.key, skeleton)
-        self.skeletons += len(found)
-        return self._sized(segment, list(found.values()))
+            return None
+        key = digest(segment.key())
+        if key in self._jobs:
+            self.reused += 1
+            return self._jobs[key]
+        tasks = list(synthesis_tasks(segment, key, interval.start, interval.stop, self.space))
+        job = self._jobs[key] = _Job(key, interval, tasks)
+        for task in tasks:
+            self._submit(task, job)
+        return job
 
-    def _sized(self, segment: Segment, skeletons: list[Skeleton]) -> list[Instance]:
-        """Sizes for the skeletons that look promising at first sight; ranked instances."""
-        sizers: list[tuple[Instance, Sizer]] = []
-        for skeleton in skeletons:
-            if self.stop():
-                break
-            sizer = Sizer(skeleton, segment, self.machine, self.stop)
-            sketch = sizer.sketch()
-            if sketch is not None:
-                sizers.append((sketch, sizer))
-            else:
-                self._count(sizer)
-        sizers.sort(key=lambda s: (s[0].cost.seconds, s[0].skeleton.key))
-        out: list[Instance] = []
-        for position, (sketch, sizer) in enumerate(sizers):
-            promising = sketch.cost.seconds < PROMISING * sizers[0][0].cost.seconds
-            out += (
-                sizer.best(SIZES_KEPT) if promising and position < self.space.descents else [sketch]
-            )
-            self._count(sizer)
-        out.sort(key=lambda i: (i.cost.seconds, repr(i.sizes)))
-        return out
+    def _submit(self, task: Task, job: _Job) -> None:
+        self._owner[task.key] = job
+        known = self.checkpoint.units.get(task.key)
+        if known is not None:
+            self.resumed += 1
+            self._take(known)
+            return
+        assert self.executor is not None
+        self._pending.add(task.key)
+        self.executor.submit(task)
 
-    def _count(self, sizer: Sizer) -> None:
-        self.instances += sizer.counts.tried
-        for rule, n in (("malformed", sizer.counts.malformed), ("capacity", sizer.counts.too_big)):
-            if n:
-                self.counts.pruned[rule] = self.counts.pruned.get(rule, 0) + n
+    def _wait(self) -> None:
+        """Collect outcomes until none is pending or a limit is reached."""
+        assert self.executor is not None
+        while self._pending and not self.stop():
+            for result in self.executor.results(REPORT_SECONDS):
+                self._collect(result)
+        ends = time.monotonic() + GRACE_SECONDS
+        while self.stopped == "time" and self.executor.workers and time.monotonic() < ends:
+            for result in self.executor.results(0.05):
+                self._collect(result)
+            if not self._pending:
+                return
+
+    def _collect(self, result: Outcome) -> None:
+        self._pending.discard(result.key)
+        if not result.stopped:
+            self.checkpoint.add(result)
+        elif result.stopped != "dropped" and not self.stopped:
+            self.stopped = result.stopped
+        self._take(result)
+
+    def _take(self, result: Outcome) -> None:
+        """Count an outcome and give it to its job; begin the sizing when it was the last
+        synthesis.
+        """
+        job = self._owner[result.key]
+        self.units += not result.stopped
+        self.states += result.states
+        self.bank_hits += result.bank_hits
+        self.instances += result.tried
+        self.peak = max(self.peak, result.memory)
+        for rule, n in result.pruned.items():
+            self.pruned[rule] = self.pruned.get(rule, 0) + n
+        sizing = result.key in job.sizing
+        stage = "sizes" if sizing else "synthesis"
+        self.stages[stage] = self.stages.get(stage, 0.0) + result.seconds
+        (job.sized if sizing else job.synthesized)[result.key] = result
+        if sizing:
+            job.done = len(job.sized) == len(job.sizing)
+        else:
+            self.skeletons += len(result.found) + result.barren
+            if len(job.synthesized) == len(job.tasks):
+                self._refine(job)
+
+    def _refine(self, job: _Job) -> None:
+        job.sketch()
+        tasks: list[Task] = []
+        for skeleton, sketch in job.sketches[: self.space.descents]:
+            if sketch.seconds < PROMISING * job.sketches[0][1].seconds or not tasks:
+                task = sizing_task(skeleton, job.key, job.interval.start, job.interval.stop)
+                job.sizing[task.key] = skeleton
+                tasks.append(task)
+        job.done = not tasks
+        for task in tasks:
+            self._submit(task, job)
 
     # -- the whole -------------------------------------------------------------------------------
-    def run(self) -> SearchResult:
+    def run(self, make: ExecutorMaker) -> SearchResult:
         first = Candidate(self.graph, estimate(self.graph, self.machine), "the program itself")
         candidates = [first]
+        partition: Partition | None = None
         try:
             partition = Partition(self.graph, self.machine, self.space.window)
-            partition.solve(self.interval, self.stop)
-            candidates += self._candidates(partition)
+            if not self.stop():
+                self.executor = make(self.limits, self.tick)
+                self._solve(partition)
         except KeyboardInterrupt:
             self.stopped = "interrupted"
+        finally:
+            if self.executor is not None:
+                self.executor.close()
+            self.checkpoint.write()
+        if partition is not None:
+            with self._stage("assembly"):
+                candidates += self._candidates(partition)
         self.progress.update("search", self._now())
         return SearchResult(tuple(candidates[: self.space.keep]), self._stats())
 
@@ -165,10 +277,10 @@ class _Search:
         if cover is None:
             return []
         out: dict[str, Candidate] = {}
-        for choices, note in self._choices(cover):
+        for chosen, note in _alternatives(cover, self.space.keep):
             if len(out) >= self.space.keep - 1:
                 break
-            outputs = partition.assemble(cover, lambda i, c=choices: c.get(id(i)))  # type: ignore[misc]
+            outputs = partition.assemble(cover, lambda i, c=chosen: self._instance(i, c))  # type: ignore[misc]
             graph = make_graph(
                 self.graph.inputs,
                 outputs,
@@ -178,49 +290,85 @@ class _Search:
             )
             if graph.digest != self.graph.digest and graph.digest not in out:
                 out[graph.digest] = Candidate(graph, estimate(graph, self.machine), note)
-        ranked = sorted(out.values(), key=lambda c: (c.cost.seconds, c.graph.digest))
-        return ranked
+        return sorted(out.values(), key=lambda c: (c.cost.seconds, c.graph.digest))
 
-    def _choices(self, cover: Cover) -> Iterator[tuple[dict[int, Instance], str]]:
-        """The best instance everywhere, then one interval varied at a time, its skeletons in
-        turn.
-        """
-        best = {id(i): i.instances[0] for i in cover.intervals if i.instances}
-        yield best, _note(best.values())
-        for interval in cover.intervals:
-            for instance in _diverse(interval.instances or [], self.space.keep):
-                yield {**best, id(interval): instance}, _note([instance])
+    def _instance(self, interval: Interval, chosen: Mapping[int, Choice]) -> Instance | None:
+        """An interval's choice, built here; None where its own operators stay."""
+        picked = chosen.get(id(interval))
+        if picked is None or interval.segment is None:
+            return None
+        key = (interval.start, interval.stop, picked.skeleton.key, repr(picked.sizes))
+        if key not in self._built:
+            sizer = Sizer(picked.skeleton, interval.segment, self.machine, lambda: False)
+            self._built[key] = sizer.evaluate(picked.sizes)
+        return self._built[key]
+
+    def _stage(self, name: str) -> _Stage:
+        return _Stage(self.stages, name)
 
     def _stats(self) -> SearchStats:
+        e = self.executor
         return SearchStats(
             seconds=time.monotonic() - self.begun,
-            states=self.counts.states,
-            pruned=dict(sorted(self.counts.pruned.items())),
-            bank_hits=self.counts.bank_hits,
+            states=self.states,
+            pruned=dict(sorted(self.pruned.items())),
+            bank_hits=self.bank_hits,
             skeletons=self.skeletons,
-            segments=self.segments,
+            segments=len(self._jobs),
             instances=self.instances,
             stopped=self.stopped or "exhausted",
+            intervals=self.intervals,
+            reused=self.reused,
+            units=self.units,
+            resumed=self.resumed,
+            retried=e.retried if e else 0,
+            dropped=e.dropped if e else 0,
+            workers=e.workers if e else 0,
+            stage_seconds=dict(sorted(self.stages.items())),
+            peak_memory=max(peak_resident(), self.peak),
         )
 
 
-def _diverse(instances: list[Instance], keep: int) -> list[Instance]:
-    """Instances with every skeleton's best first, then every skeleton's second, and so on."""
+class _Stage:
+    """Adds the processor time of a `with` block to an account."""
+
+    def __init__(self, account: dict[str, float], name: str) -> None:
+        self.account, self.name = account, name
+
+    def __enter__(self) -> None:
+        self.begun = time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        spent = time.process_time() - self.begun
+        self.account[self.name] = self.account.get(self.name, 0.0) + spent
+
+
+def _alternatives(cover: Cover, keep: int) -> Iterator[tuple[dict[int, Choice], str]]:
+    """The best choice everywhere, then one interval varied at a time, its skeletons in turn."""
+    best = {id(i): i.choices[0] for i in cover.intervals if i.choices}
+    yield best, _note(best.values())
+    for interval in cover.intervals:
+        for other in _diverse(interval.choices or [], keep):
+            yield {**best, id(interval): other}, _note([other])
+
+
+def _diverse(choices: list[Choice], keep: int) -> list[Choice]:
+    """Choices with every skeleton's best first, then every skeleton's second, and so on."""
     rounds: dict[str, int] = {}
     ranked = []
-    for position, instance in enumerate(instances):
-        turn = rounds.get(instance.skeleton.key, 0)
-        rounds[instance.skeleton.key] = turn + 1
-        ranked.append((turn, position, instance))
+    for position, c in enumerate(choices):
+        turn = rounds.get(c.skeleton.key, 0)
+        rounds[c.skeleton.key] = turn + 1
+        ranked.append((turn, position, c))
     ranked.sort(key=lambda t: t[:2])
-    return [i for _, _, i in ranked[: 2 * keep]]
+    return [c for _, _, c in ranked[: 2 * keep]]
 
 
-def _note(instances: object) -> str:
+def _note(choices: Iterable[Choice]) -> str:
     """How a candidate came about, in words."""
     parts = []
-    for instance in instances:  # type: ignore[attr-defined]
-        s, z = instance.skeleton, instance.sizes
+    for c in choices:
+        s, z = c.skeleton, c.sizes
         words = ["x".join(str(n) for _, n in z.parts if n > 1) or "1"]
         if s.schedule.loop is not None:
             words.append(f"loop {z.loop}")
@@ -228,16 +376,6 @@ def _note(instances: object) -> str:
             words.append(f"split {z.split}, second kernel")
         parts.append("grid " + ", ".join(words))
     return "; ".join(parts)
-
-
-def _memory() -> int:
-    """Resident bytes of this process now."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as f:
-            return int(f.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def search(
@@ -248,12 +386,56 @@ def search(
     budget: Budget | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    workers: int | str | None = None,
+    checkpoint: Path | None = None,
+    resume: Path | None = None,
+    patience: float | None = None,
 ) -> SearchResult:
     """Candidates for a program, best predicted first; the program itself is always candidate 0.
 
-    Deterministic for one input, machine, space and seed, unless a limit of `budget` stops it. Never
-    times anything and never judges its own results. On Ctrl-C it returns what it has.
+    Deterministic for one input, machine, space and seed, for any number of workers, unless a limit
+    of `budget` stops it or a unit is lost with its worker twice. Never times anything and never
+    judges its own results. On Ctrl-C it returns what it has.
+
+    Args:
+        workers: processes (1: this one alone; by default the usable cores), or "ray" (a local Ray),
+            or "ray://HOST:PORT".
+        checkpoint: file to keep finished units in, written every few seconds and at the end.
+        resume: such a file to take finished units from; also the default of `checkpoint`.
+        patience: seconds of work before worker processes are started; 0 at once.
+
+    Raises `UserError` for a number of workers below 1 or another search's checkpoint, `ParseError`
+    for a file that is none, `MissingDependency` for "ray" without Ray.
     """
-    return _Search(
-        graph, machine, space or Space(), budget or Budget(), seed, progress or Silent()
-    ).run()
+    run = _Search(
+        graph,
+        machine,
+        space or Space(),
+        budget or Budget(),
+        seed,
+        progress or Silent(),
+        checkpoint,
+        resume,
+    )
+    return run.run(_executor(run, workers, patience))
+
+
+def _executor(run: _Search, workers: int | str | None, patience: float | None) -> ExecutorMaker:
+    """How to make the executor that `workers` asks for."""
+    count = usable_cores() if workers is None else workers
+    if isinstance(count, str) and count.isdigit():
+        count = int(count)
+    if isinstance(count, str):
+        if count != "ray" and not count.startswith("ray://"):
+            raise UserError(f"workers is {count!r}: expected a number, 'ray' or 'ray://HOST:PORT'")
+        from obelisk.search.ray_pool import RayPool
+
+        address = count
+        return lambda limits, tick: RayPool(run.context, limits, address)
+    if count < 1:
+        raise UserError(f"workers is {count}: expected 1 or more")
+    if count == 1:
+        return lambda limits, tick: Local(run.context, run.graph, limits, tick)
+    options = {} if patience is None else {"patience": patience}
+    n = count
+    return lambda limits, tick: Pool(run.context, run.graph, limits, tick, n, **options)

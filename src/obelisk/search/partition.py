@@ -3,9 +3,8 @@
 Operators are put in one topological order; a segment is an interval of it. The cheapest cover is a
 shortest path over the positions. Searching every interval would be wasteful, so the path is first
 computed with lower bounds (the roofline of each interval), the intervals on it are searched, and
-this repeats until a path with no bound left is the
-shortest: it is then the optimum over intervals. At any moment the best path of searched intervals
-is an answer.
+this repeats until a path with no bound left is the shortest: it is then the optimum over intervals.
+At any moment the best path of searched intervals is an answer.
 """
 
 from __future__ import annotations
@@ -20,11 +19,21 @@ from obelisk.ir.node import make, topological
 from obelisk.machine import Machine, estimate, roofline
 from obelisk.search.axes import Segment, make_segment
 from obelisk.search.sizes import Instance, standalone
+from obelisk.search.skeleton import Sizes, Skeleton
 
 _FREE = frozenset({Op.INPUT, Op.CONST, Op.SIZE, Op.IOTA})
 
 # An unsearched interval is expected to take this times its roofline, or less if a searched one did.
 EXPECTED = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way to compute an interval: a skeleton with sizes, and its predicted seconds alone."""
+
+    skeleton: Skeleton
+    sizes: Sizes
+    seconds: float
 
 
 @dataclass
@@ -35,14 +44,17 @@ class Interval:
         segment: what is searched, or None where it must stay a single predefined operator or a
             view.
         bound: seconds that it takes at least.
-        instances: ranked results once searched (None before).
+        start, stop: positions i and j in the order.
+        choices: ranked results once searched (None before).
         seconds: cost of the best choice once known.
     """
 
     nodes: tuple[Node, ...]
     segment: Segment | None
     bound: float
-    instances: list[Instance] | None = None
+    start: int
+    stop: int
+    choices: list[Choice] | None = None
     seconds: float | None = None
 
 
@@ -106,7 +118,7 @@ class Partition:
     def _make(self, i: int, j: int) -> Interval | None:
         nodes = tuple(self.order[i:j])
         if j - i == 1 and nodes[0].op in VIEWS:
-            return Interval(nodes, None, 0.0, [], 0.0)
+            return Interval(nodes, None, 0.0, i, j, [], 0.0)
         targets = [n for n in nodes if self._last.get(n, -1) >= j]
         before = set(self.order[:i])
         leaves = [
@@ -117,22 +129,21 @@ class Partition:
         segment = make_segment(targets, leaves) if targets else "nothing is used"
         if isinstance(segment, str):
             if j - i == 1:
-                return Interval(
-                    nodes, None, self._primitive[nodes[0]], [], self._primitive[nodes[0]]
-                )
+                seconds = self._primitive[nodes[0]]
+                return Interval(nodes, None, seconds, i, j, [], seconds)
             return None
         bound = roofline(standalone(segment, segment.targets), self.machine)
-        return Interval(nodes, segment, bound)
+        return Interval(nodes, segment, bound, i, j)
 
     def _is_leaf_view(self, node: Node, before: set[Node]) -> bool:
         while node.op in VIEWS:
             node = node.inputs[0]
         return node.op is Op.INPUT or node in before
 
-    def settle(self, interval: Interval, instances: Sequence[Instance]) -> None:
+    def settle(self, interval: Interval, choices: Sequence[Choice]) -> None:
         """Record what the search of an interval found (best first)."""
-        interval.instances = list(instances)
-        best = instances[0].cost.seconds if instances else inf
+        interval.choices = list(choices)
+        best = choices[0].seconds if choices else inf
         if len(interval.nodes) == 1:
             best = min(best, self._primitive[interval.nodes[0]])
         interval.seconds = best
@@ -177,23 +188,12 @@ class Partition:
         path.reverse()
         return Cover(tuple(path), best[n], all(p.seconds is not None for p in path))
 
-    def solve(
-        self, search: Callable[[Interval], Sequence[Instance]], stop: Callable[[], bool]
-    ) -> None:
-        """Search intervals until the shortest path has no unsearched interval, or `stop` says
-        so.
+    def wanted(self) -> list[Interval]:
+        """The intervals of the shortest path that are not searched yet; none when it is the
+        optimum.
         """
-        while not stop():
-            cover = self.shortest(known_only=False)
-            if cover is None:
-                return
-            todo = [p for p in cover.intervals if p.seconds is None]
-            if not todo:
-                return
-            for interval in todo:
-                if stop():
-                    return
-                self.settle(interval, search(interval))
+        cover = self.shortest(known_only=False)
+        return [] if cover is None else [p for p in cover.intervals if p.seconds is None]
 
     def assemble(
         self, cover: Cover, choice: Callable[[Interval], Instance | None]

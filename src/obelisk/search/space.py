@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from obelisk.ir import Graph
 from obelisk.machine import Cost
 
+SIZE_RULES = ("malformed", "capacity")  # rules that drop sized instances, not values
+
 
 @dataclass(frozen=True, slots=True)
 class Space:
@@ -44,7 +46,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of one search: wall seconds, states (values tried) and resident memory in bytes."""
+    """Limits of one search: wall seconds, states (values tried), resident bytes of each process."""
 
     seconds: float = 60.0
     states: int = 50_000_000
@@ -69,12 +71,21 @@ class SearchStats:
     Attributes:
         seconds: wall time.
         states: values tried at block level.
-        pruned: values dropped, by rule.
-        bank_hits: values that equal one already in the bank.
+        pruned: values and instances dropped, by rule.
+        bank_hits: values that equal one already in the bank (states saved by observational
+            equivalence: none of them is expanded again).
         skeletons: schedules (grid and loop choices over axes) in which a kernel was found.
-        segments: program segments searched.
-        instances: skeletons with sizes chosen and costed.
+        segments: different program segments searched.
+        instances: sized skeletons that were built and costed.
         stopped: why it ended ("exhausted", "time", "states", "memory", "interrupted").
+        intervals: intervals of the program that the partition asked for.
+        reused: intervals answered by an equal segment searched before.
+        units: units of work finished, `resumed` of which came from a checkpoint.
+        retried: units run again because their worker died; `dropped`: those whose worker died
+            twice.
+        workers: processes that units ran in, the parent apart (0: all in the parent).
+        stage_seconds: processor seconds by stage, over all processes.
+        peak_memory: most resident bytes of any one process.
     """
 
     seconds: float = 0.0
@@ -85,6 +96,32 @@ class SearchStats:
     segments: int = 0
     instances: int = 0
     stopped: str = "exhausted"
+    intervals: int = 0
+    reused: int = 0
+    units: int = 0
+    resumed: int = 0
+    retried: int = 0
+    dropped: int = 0
+    workers: int = 0
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
+
+    @property
+    def levels(self) -> dict[str, dict[str, int]]:
+        """The same counts by level: program (partition), block (synthesis), sizes."""
+        sizes = {k: n for k, n in self.pruned.items() if k in SIZE_RULES}
+        return {
+            "program": {
+                "intervals": self.intervals, "segments": self.segments, "reused": self.reused,
+            },
+            "block": {
+                "states": self.states, "bank hits": self.bank_hits, "skeletons": self.skeletons,
+                **{f"pruned: {k}": n for k, n in self.pruned.items() if k not in SIZE_RULES},
+            },
+            "sizes": {
+                "instances": self.instances, **{f"pruned: {k}": n for k, n in sizes.items()},
+            },
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
