@@ -10,10 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from obelisk.base.digest import digest
-from obelisk.base.errors import Infeasible
-from obelisk.ir.block import BlockGraph
+from obelisk.base.errors import Infeasible, UserError
+from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.graph import Graph
-from obelisk.lower.cuda.generic import Style, emit_generic, spill_stride
+from obelisk.ir.op import Op
+from obelisk.ir.resize import blocks_of, resize
+from obelisk.lower.cuda.combine import combining
+from obelisk.lower.cuda.dealt import Dealt
+from obelisk.lower.cuda.fragment import Fragments
+from obelisk.lower.cuda.generic import Style, emit_generic, runtime, spill_stride
+from obelisk.lower.cuda.names import CTYPE, grid_lines
 from obelisk.lower.cuda.options import (
     CudaKernel,
     CudaLaunch,
@@ -23,12 +29,13 @@ from obelisk.lower.cuda.options import (
     Pointer,
 )
 from obelisk.lower.program import _Program
-from obelisk.lower.schedule import Operand, Rules
+from obelisk.lower.schedule import Operand, Rules, flatten
 from obelisk.lower.tile import Binding, Call, Kernel, Tensor, TensorKind, TileProgram
 from obelisk.machine.description import Machine, MachineKind
 
 ARENA_LIMIT = 1 << 30  # bytes of tiles of a block; beyond shared memory they lie in device memory
 SCRATCH_LIMIT = 1 << 36
+LOOP_TILE = 64  # elements of an iteration along the loop that one pipeline stage holds
 BLOCK_LIMIT = (1 << 31) - 1  # of a one-dimensional grid
 DEFAULT = CudaOptions()
 RULES = Rules(lanes=4, alias=True, work=lambda _: 0, arena_limit=ARENA_LIMIT, mixed=True)
@@ -79,6 +86,7 @@ class _Lowering:
         self.scratch = -(-program.scratch // 256) * 256
         self.spill = 0  # bytes behind the program's own scratch
         self.counters = 0
+        self.refusals: list[str] = []
 
     def pointer(self, binding: Binding) -> Pointer:
         tensor: Tensor = self.program.tensors[binding.tensor]
@@ -113,6 +121,104 @@ class _Lowering:
             arguments += (Pointer(Place.SCRATCH, 0, self.scratch),)
         self.add(text, arguments, call.origin)
 
+    def registers(self, call: Call, source: Source, after: tuple[Call, Source] | None) -> bool:
+        """Launches of a kernel that keeps its tiles in registers; with `after`, one that also does
+        the launch behind it. False where it has not that form.
+        """
+        block = flatten(source.block)
+        extra: list[str] = []
+        counters = 0
+        try:
+            if any(n.op is Op.MATMUL for n in block.body):
+                work: Fragments | Dealt = Fragments(
+                    block, source.params, source.results, self.machine, self.options
+                )
+            else:
+                names = (
+                    [f"p{i}" for i in range(len(source.params))],
+                    [f"r{j}" for j in range(len(source.results))],
+                )
+                work = Dealt(block, source.params, source.results, "", names)
+            lines = work.body()
+            shared = work.shared_bytes() if isinstance(work, Fragments) else 0
+            resident = work.resident if isinstance(work, Fragments) else 1
+            if after is not None:
+                ending = self.ending(call, source, after, work.threads)
+                if ending is None:
+                    return False
+                extra, counters = ending
+        except Infeasible as reason:
+            self.refusals.append(str(reason))
+            return False
+        results = [*source.results, *(after[1].results if after else ())]
+        params = [
+            *(f"const {CTYPE[o.dtype]} *__restrict__ p{i}" for i, o in enumerate(source.params)),
+            *(f"{CTYPE[o.dtype]} *r{j}" for j, o in enumerate(results)),
+            *(["unsigned *counters"] if after else []),
+        ]
+        text = [
+            f"// Obelisk: grid {block.grid}, loop {block.loop}.",
+            runtime("scalar.cuh", "fragment.cuh"),
+            f'extern "C" __global__ void __launch_bounds__({work.threads}, {resident})',
+            f"obelisk_kernel({', '.join(params)}) {{",
+            "  const int thread = threadIdx.x, lane = thread & 31;",
+        ]
+        if shared:
+            text.append("  extern __shared__ __align__(16) char arena[];")
+        if isinstance(work, Fragments):
+            gt = work.group_threads
+            text.append(f"  const int group = thread / {gt}, member = thread % {gt};")
+            text.append("  const int warp_row = member / 32;")
+        text += ["  " + x for x in grid_lines(block.grid, "(int)blockIdx.x")]
+        text += ["  " + x for x in (*lines, *extra)]
+        text += ["}", ""]
+        notes = (f"tiles in registers, {work.threads} threads",)
+        kernel = CudaKernel(
+            "obelisk_kernel", "\n".join(text), block.blocks, work.threads, shared, 1, notes
+        )
+        arguments = [self.pointer(b) for b in (*call.params, *call.results)]
+        if after is not None:
+            arguments += [self.pointer(b) for b in after[0].results]
+            arguments.append(Pointer(Place.COUNTER, 0, 4 * self.counters))
+            self.counters += counters
+        self.add(kernel, tuple(arguments), call.origin)
+        return True
+
+    def ending(
+        self, call: Call, source: Source, after: tuple[Call, Source], threads: int
+    ) -> tuple[list[str], int] | None:
+        """Lines with which the last block of a split does the launch `after`, and how many counters
+        they need.
+        """
+        last, then = after
+        where = {b: j for j, b in enumerate(call.results)}
+        places = tuple(where.get(b) for b in last.params)
+        found = combining(source.block, flatten(then.block), places)
+        if found is None:
+            return None
+        split, block = found
+        grid = source.block.grid
+        kept = [a for a in range(len(grid)) if a != split]
+        names = (
+            [f"r{j}" for j in places],
+            [f"r{len(source.results) + j}" for j in range(len(then.results))],
+        )
+        work = Dealt(block, then.params, then.results, "z", names, threads)
+        lines = work.body()
+        number, step = [], 1
+        for a in reversed(kept):
+            if grid[a] > 1:
+                number.append(f"g{a} * {step}" if step > 1 else f"g{a}")
+            step *= grid[a]
+        counter = f"counters + ({' + '.join(number) or '0'})"
+        coordinates = [f"  const int zg{p} = g{a};" for p, a in enumerate(kept)]
+        return [
+            f"if (ob_last_block({counter}, {grid[split]})) {{",
+            *(coordinates or ["  const int zg0 = 0;"]),
+            *("  " + x for x in lines),
+            "}",
+        ], step
+
     def finish(self, notes: tuple[str, ...]) -> CudaModule:
         module = CudaModule(
             tuple(self.kernels),
@@ -125,22 +231,85 @@ class _Lowering:
         return replace(module, digest=digest("cuda", repr(module)))
 
 
+def private(program: TileProgram, i: int) -> bool:
+    """Whether what call `i` writes is read by call `i + 1` and by no other."""
+    written = {b.tensor for b in program.calls[i].results}
+    if any(program.tensors[t].kind is not TensorKind.SCRATCH for t in written):
+        return False
+    if not {b.tensor for b in program.calls[i + 1].params} <= written:
+        return False
+    later = {b.tensor for c in program.calls[i + 2 :] for b in c.params}
+    return not written & later
+
+
+def scaled(graph: Graph, options: CudaOptions) -> Graph:
+    """The graph with its loops cut finer, so that a tile along the loop is one pipeline stage."""
+    if not options.fragments:
+        return graph
+    loops: dict[BlockGraph, int] = {}
+    for block in blocks_of(graph):
+        longest = max(
+            (
+                n.shape[n.attrs.fmap]
+                for n in block.loads
+                if n.attrs.fmap is not None and block.info.phase[n] is Phase.LOOP
+            ),
+            default=1,
+        )
+        if block.loop == 1 or not any(n.op is Op.MATMUL for n in flatten(block).body):
+            continue
+        scale = options.loop_scale or max(1, longest // LOOP_TILE)
+        while scale > 1 and longest % scale:
+            scale -= 1
+        if scale > 1:
+            loops[block] = block.loop * scale
+    if not loops:
+        return graph
+    try:
+        return resize(graph, [x.shape for x in graph.inputs], loops=loops)
+    except UserError:
+        return graph
+
+
 def lower_cuda(graph: Graph, machine: Machine, options: CudaOptions = DEFAULT) -> CudaModule:
     """Kernels and launches for a graph on an exact architecture.
 
     Deterministic: equal arguments give equal text. Raises `Infeasible` naming the limit.
     """
-    program, sources = scheduled(graph, machine)
+    program, sources = scheduled(scaled(graph, options), machine)
     work = _Lowering(program, machine, options)
-    for call in program.calls:
-        work.generic(program.kernels[call.kernel], call)
+    calls = program.calls
+    i = 0
+    while i < len(calls):
+        source = sources.get(calls[i].kernel) if options.fragments else None
+        if source is not None and options.fuse_combine and i + 1 < len(calls):
+            then = sources.get(calls[i + 1].kernel)
+            if (
+                then is not None
+                and private(program, i)
+                and work.registers(calls[i], source, (calls[i + 1], then))
+            ):
+                i += 2
+                continue
+        if source is None or not work.registers(calls[i], source, None):
+            work.generic(program.kernels[calls[i].kernel], calls[i])
+        i += 1
     notes = (
         f"{len(work.launches)} launches of {len(work.kernels)} kernels",
         f"{program.scratch} bytes between kernels (bound {program.scratch_bound})",
+        *(f"in shared memory: {r}" for r in dict.fromkeys(work.refusals)),
     )
     return work.finish(notes)
 
 
 def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
     """The lowering choices worth racing for a graph, the default first."""
-    return [DEFAULT]
+    return [
+        DEFAULT,
+        CudaOptions(stages=2),
+        CudaOptions(stages=3),
+        CudaOptions(groups=2),
+        CudaOptions(groups=4),
+        CudaOptions(resident=1),
+        CudaOptions(resident=2),
+    ]

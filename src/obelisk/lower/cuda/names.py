@@ -98,29 +98,31 @@ def split_name(split: Split) -> str:
     return f"n{split.full}_{axis}{'_l' if split.loop else ''}"
 
 
-def split_line(split: Split, grid: Sequence[int], loop: int, iteration: str = "it") -> str:
+def split_line(
+    split: Split, grid: Sequence[int], loop: int, iteration: str = "it", tag: str = ""
+) -> str:
     """The extent of the current block's (and iteration's) part of a dim, as the interpreter takes
     it.
     """
     parts = 1 if split.axis is None else grid[split.axis]
     chunk = ceil_div(split.full, parts)
-    at = "0" if split.axis is None else f"g{split.axis} * {chunk}"
-    head = f"const int {split_name(split)} = ob_part({split.full}, {at}, {chunk}"
+    at = "0" if split.axis is None else f"{tag}g{split.axis} * {chunk}"
+    head = f"const int {tag}{split_name(split)} = ob_part({split.full}, {at}, {chunk}"
     if not split.loop:
         return f"{head}, 0, {chunk});"
     tile = ceil_div(chunk, loop)
     return f"{head}, {iteration} * {tile}, {tile});"
 
 
-def grid_lines(grid: Sequence[int], block: str) -> list[str]:
+def grid_lines(grid: Sequence[int], block: str, tag: str = "") -> list[str]:
     """Coordinates g0, g1, ... of a block from its number."""
     out, step = [], 1
     for a in reversed(range(len(grid))):
         text = "0"
         if grid[a] > 1:
             text = block if step == 1 else f"{block} / {step}"
-            if a > 0 or step * grid[a] < 1:
+            if a > 0:
                 text = f"{text} % {grid[a]}"
-        out.append(f"const int g{a} = {text};")
+        out.append(f"const int {tag}g{a} = {text};")
         step *= grid[a]
     return out

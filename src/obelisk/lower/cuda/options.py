@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from math import prod
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +23,8 @@ class CudaOptions:
         loop_scale: iterations are cut into this many shorter ones before lowering (0: chosen).
         fuse_combine: the last block to finish combines the parts of a split fold, in the same
             kernel.
+        resident: blocks that one SM shall hold at a time (0: as many as the grid has for it, at
+            most 4, if their pipelines stay deep enough).
         threads: threads of a block whose tiles are in shared memory.
     """
 
@@ -33,6 +34,7 @@ class CudaOptions:
     stages: int = 0
     loop_scale: int = 0
     fuse_combine: bool = True
+    resident: int = 0
     threads: int = 256
 
 
@@ -107,11 +109,3 @@ class CudaModule:
     counters: int
     digest: str
     notes: tuple[str, ...]
-
-    @property
-    def threads(self) -> int:
-        """Threads of all launches together."""
-        return sum(
-            prod((self.kernels[c.kernel].blocks, self.kernels[c.kernel].threads))
-            for c in self.launches
-        )

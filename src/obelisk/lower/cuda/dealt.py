@@ -1,0 +1,107 @@
+"""CUDA C++ for block graphs without products: tiles in registers, dealt to threads in vectors.
+
+Takes a flattened block graph and how its tensors lie; gives the text of a kernel's body. It serves as
+a kernel of its own (elementwise, folds, norms) and as the end of a kernel whose last block combines
+the parts of a split fold. Raises `Infeasible` where a graph does not have this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from obelisk.base.errors import Infeasible
+from obelisk.ir.block import BlockGraph, Phase
+from obelisk.ir.op import Op
+from obelisk.lower.cuda.layout import Layout, dealt
+from obelisk.lower.cuda.values import VECTOR_BYTES, Text, Values, base_of
+from obelisk.lower.schedule import Operand
+
+MOST_THREADS = 512
+STATIC_SHARED = 32 * 1024
+
+
+class Dealt(Values):
+    """Prints one block graph without products."""
+
+    # A fold consumes its operand element by element, so that not all of it is alive at once.
+    register_limit = 512
+
+    def __init__(
+        self,
+        block: BlockGraph,
+        params: Sequence[Operand],
+        results: Sequence[Operand],
+        tag: str,
+        pointers: tuple[Sequence[str], Sequence[str]],
+        threads: int = 0,
+    ) -> None:
+        super().__init__(block, params, results, tag, pointers, threads)
+        if any(n.op is Op.MATMUL for n in block.body):
+            raise Infeasible("a product")
+        inner, vector = self.contiguous()
+        total = prod(a.extent for a in self.axes.axes)
+        if not self.threads:
+            self.threads = 32
+            while self.threads < MOST_THREADS and self.threads * vector < total:
+                self.threads *= 2
+        if self.threads & (self.threads - 1):
+            raise Infeasible(f"{self.threads} threads, no power of two")
+        folded = {
+            a
+            for n in block.body
+            if n.op in (Op.SUM, Op.REDUCE_MAX)
+            and (a := self.axes.of[n.inputs[0]][n.attrs.axis]) is not None
+        }
+        self.layout: Layout = dealt(self.axes.axes, inner, sorted(folded), self.threads, vector)
+
+    def contiguous(self) -> tuple[int | None, int]:
+        """The axis that most bytes are contiguous along, and elements of a 16-byte vector."""
+        weight: dict[int, float] = {}
+        widest = 1
+        for j, s in enumerate(self.block.stores):
+            for d, a in enumerate(self.axes.of[s.value]):
+                if a is not None and self.results[j].strides[d] == 1:
+                    size = float(self.results[j].dtype.nbytes)
+                    weight[a] = weight.get(a, 0.0) + 2 * s.value.elements * size
+                    widest = max(widest, int(size))
+        for n in self.block.loads:
+            strides, _ = self.load_moves(n)
+            for d, a in enumerate(self.axes.of[n]):
+                if a is not None and strides[d] == 1:
+                    size = float(n.attrs.dtype.nbytes)
+                    weight[a] = weight.get(a, 0.0) + n.elements * size
+                    widest = max(widest, int(size))
+        if not weight:
+            return None, 1
+        inner = max(weight, key=lambda a: (weight[a], -a))
+        vector = VECTOR_BYTES // widest
+        while vector > 1 and self.axes.axes[inner].extent % vector:
+            vector //= 2
+        return inner, vector
+
+    def body(self) -> list[str]:
+        """The text between a kernel's braces, grid coordinates aside."""
+        for j in range(len(self.block.stores)):
+            self.store(j, self.layout)
+        t = Text()
+        for line in self.split_lines(False):
+            t.line(line)
+        t.lines += self.out[Phase.INVARIANT].lines
+        if self.looped:
+            t.line("#pragma unroll 1")
+            t.open(f"for (int it = 0; it < {self.block.loop}; it++)")
+            for line in self.split_lines(True):
+                t.line(line)
+            t.lines += ["  " * t.depth + x for x in self.out[Phase.LOOP].lines]
+            t.close()
+            self.finish_folds(t)
+            t.lines += self.out[Phase.POST].lines
+        if self.exchange:
+            if self.exchange > STATIC_SHARED:
+                raise Infeasible(f"{self.exchange} bytes for a fold across warps")
+            t.lines.insert(0, f"__shared__ float {self.tag}exchange[{self.exchange // 4}];")
+        return t.lines
+
+
+__all__ = ["Dealt", "base_of"]
