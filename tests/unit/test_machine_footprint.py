@@ -10,7 +10,7 @@ from obelisk.ir import composite as c
 from obelisk.ir.op import SizeScope
 from obelisk.ir.thread import thread_graph
 from obelisk.machine import capacity, find, footprint
-from obelisk.machine.footprint import residence
+from obelisk.machine.footprint import arena, residence
 
 
 def test_an_elementwise_chain_works_in_place() -> None:
@@ -209,6 +209,23 @@ def test_capacity_of_a_cpu_is_its_share_of_the_last_cache() -> None:
     reason = capacity(block(2304), machine)
     assert reason is not None
     assert reason.startswith("cache")
+
+
+def test_a_cpu_reads_loads_where_they_lie() -> None:
+    """Only the accumulator counts for f32 operands; f16 ones are widened into tiles."""
+
+    def block(dtype: DType) -> BlockGraph:
+        bb = BlockBuilder((1,), 2)
+        x = bb.load(b.input_node(0, (8, 4096), dtype), (None,), 1)
+        w = bb.load(b.input_node(1, (4096, 4096), dtype), (None,), 0)
+        bb.store(b.accum_sum(x @ w), (0,))
+        return bb.finish()
+
+    result = 4 * 8 * 4096
+    assert arena(block(DType.F32)) == result
+    assert arena(block(DType.F16)) == result + 4 * 2048 * (8 + 4096)
+    assert capacity(block(DType.F32), find("x86-64-v3")) is None
+    assert "cache" in (capacity(block(DType.F16), find("x86-64-v3")) or "")
 
 
 @pytest.mark.parametrize("loop", [1, 2, 4, 8, 16])

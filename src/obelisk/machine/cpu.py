@@ -17,6 +17,7 @@ from obelisk.ir.node import Node
 from obelisk.ir.op import Op
 from obelisk.ir.table import TABLE, Kind
 from obelisk.machine.description import Machine
+from obelisk.machine.footprint import arena
 from obelisk.machine.traffic import Operand
 from obelisk.machine.work import Work, matmul_shape
 
@@ -164,7 +165,7 @@ def block_seconds(
             extra += step.times * _product_seconds(node, operands, lanes, machine)
         elif not step.fused:
             stored += 8.0 * node.elements * step.times  # written once, read once
-    return cycles / machine.clock + extra + 0.5 * stored / level_rate(todo.peak, machine)
+    return cycles / machine.clock + extra + 0.5 * stored / level_rate(arena(block), machine)
 
 
 def operator_seconds(node: Node, operands: tuple[Operand, ...], machine: Machine) -> float:

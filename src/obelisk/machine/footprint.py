@@ -23,6 +23,7 @@ from obelisk.machine.description import Machine, MachineKind
 SCALARS = frozenset({Op.CONST, Op.SIZE, Op.IOTA})  # made where they are used: no storage
 ELEMENTWISE = frozenset({Kind.UNARY, Kind.BINARY, Kind.TERNARY})
 CLOSING = frozenset({Op.ACCUM_SUM, Op.ACCUM_MAX, Op.ACCUM_RESCALE})
+IN_PLACE = frozenset({DType.F32, DType.F64, DType.I32, DType.BOOL})  # computed as they are loaded
 REGISTERS_FOR_TILES = 192  # of the 255 of a thread; the rest holds addresses and fragments
 
 
@@ -78,18 +79,36 @@ def residence(block: BlockGraph) -> Residence:
     """`footprint`, with and without the accumulators."""
     life = lifetimes(block)
     accumulators = sum(life.size[n] for n in life.closing)
-    before = _peak(life, life.before, {}, set(life.kept))
-    held = {n: life.size[n] for n in (*life.kept, *life.closing)}
-    held |= {n: 2 * life.size[n] for n in life.states}
-    inside = _peak(life, life.inside, held, set(held))
-    late = {n: life.size[n] for n in life.late}
-    after = _peak(life, life.after, late, set())
-    peak = max(before, inside, after)
-    tiles = peak
+    before, inside, after = _phases(life, life.size)
+    peak = tiles = max(before, inside, after)
     if accumulators:
-        late = {n: 0 if n.op in CLOSING else size for n, size in late.items()}
-        tiles = max(before, inside - accumulators, _peak(life, life.after, late, set()))
+        late = {n: 0 if n.op in CLOSING else life.size[n] for n in life.late}
+        tiles = max(before, inside - accumulators, _peak(life, life.size, life.after, late, set()))
     return Residence(peak, tiles, accumulators)
+
+
+@lru_cache(maxsize=4096)
+def arena(block: BlockGraph) -> int:
+    """Peak live bytes on a CPU, which reads loads where they lie: computed values, and loads of
+    narrow dtypes once they are widened to f32.
+    """
+    life = lifetimes(block)
+    sizes = dict(life.size)
+    for node in block.loads:
+        sizes[node] = 0 if node.dtype in IN_PLACE else 4 * node.elements
+    return max(_phases(life, sizes))
+
+
+def _phases(life: Lifetimes, sizes: Mapping[Node, int]) -> tuple[int, int, int]:
+    """Peaks before the loop, in an iteration and after it."""
+    held = {n: sizes[n] for n in (*life.kept, *life.closing)}
+    held |= {n: 2 * sizes[n] for n in life.states}
+    late = {n: sizes[n] for n in life.late}
+    return (
+        _peak(life, sizes, life.before, {}, set(life.kept)),
+        _peak(life, sizes, life.inside, held, set(held)),
+        _peak(life, sizes, life.after, late, set()),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -153,10 +172,14 @@ class Lifetimes:
 
 
 def _peak(
-    life: Lifetimes, steps: Sequence[Node], held: Mapping[Node, int], pinned: set[Node]
+    life: Lifetimes,
+    sizes: Mapping[Node, int],
+    steps: Sequence[Node],
+    held: Mapping[Node, int],
+    pinned: set[Node],
 ) -> int:
     """Peak of one phase: `held` is live at its start, `pinned` values never die in it."""
-    reads, sizes = life.reads, life.size
+    reads = life.reads
     last = {o: t for t, node in enumerate(steps) for o in reads[node]}
     live = dict(held)
     now = peak = sum(held.values())
@@ -183,18 +206,17 @@ def capacity(block: BlockGraph, machine: Machine) -> str | None:
     """Why `block` does not fit `machine`, naming the limit, or None when it fits.
 
     CUDA: threads of a block, accumulators in registers (else in shared memory with everything
-    else), shared memory per block (opt-in). CPU: a core's share of the last cache.
+    else), shared memory per block (opt-in). CPU: computed values in a core's share of the last
+    cache; loads are read where they lie.
     """
-    need = residence(block)
     limit = machine.shared_bytes
     name = f"{machine.name} ({machine.arch})"
     if machine.kind is MachineKind.CPU:
-        if need.peak > limit:
-            return (
-                f"cache: tiles need {need.peak} bytes at once, "
-                f"a core of {name} has {limit} of its last cache"
-            )
-        return None
+        size = arena(block)
+        if size <= limit:
+            return None
+        return f"cache: tiles need {size} bytes at once, a core of {name} has {limit} of its last"
+    need = residence(block)
     if block.threads > machine.threads_per_block:
         return f"threads: {block.threads} in a block, {name} allows {machine.threads_per_block}"
     if block.threads % machine.warp:

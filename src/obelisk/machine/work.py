@@ -16,7 +16,7 @@ from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
 from obelisk.ir.table import TABLE, Kind
-from obelisk.machine.footprint import CLOSING, ELEMENTWISE, SCALARS, lifetimes, residence
+from obelisk.machine.footprint import CLOSING, ELEMENTWISE, SCALARS, lifetimes
 
 _TAKES_REGISTERS = ELEMENTWISE | {Kind.REDUCE, Kind.LOOP}
 SPECIAL = frozenset({Op.EXP, Op.LOG, Op.SQRT, Op.RSQRT, Op.TANH, Op.SIGMOID, Op.ERF, Op.DIV})
@@ -47,7 +47,6 @@ class Work:
         barriers: values of the loop that are stored in fast memory (each costs a synchronisation of
             the threads).
         matmul_flops, vector_flops, special_ops: arithmetic of one block, tiles counted full.
-        peak: bytes of fast memory (`footprint`).
         tile_bytes: bytes that one iteration loads.
     """
 
@@ -57,7 +56,6 @@ class Work:
     matmul_flops: float
     vector_flops: float
     special_ops: float
-    peak: int
     tile_bytes: int
 
 
@@ -123,5 +121,4 @@ def work(block: BlockGraph) -> Work:
         products += product * times
         vectors += vector * times
         specials += special * times
-    peak = residence(block).peak
-    return Work(tuple(steps), block.loop, barriers, products, vectors, specials, peak, tile_bytes)
+    return Work(tuple(steps), block.loop, barriers, products, vectors, specials, tile_bytes)
