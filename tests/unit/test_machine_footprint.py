@@ -55,6 +55,18 @@ def test_a_view_shares_its_operand() -> None:
     assert footprint(bb.finish()) == 4 * (8 * 16 + 32 * 16 + 8 * 32)
 
 
+def test_a_permuted_operand_is_not_overwritten() -> None:
+    """exp of a transposed tile has its own tile, and so has x + transpose(x)."""
+
+    def block(both: bool) -> BlockGraph:
+        bb = BlockBuilder((1,))
+        x = bb.load(b.input_node(0, (16, 16)), (None,))
+        bb.store(x + b.transpose(x) if both else b.exp(b.transpose(x)), (0,))
+        return bb.finish()
+
+    assert footprint(block(False)) == footprint(block(True)) == 2 * 4 * 16 * 16
+
+
 def test_product_into_one_accumulator_needs_no_tile() -> None:
     """Tiles x (8, 4), w (4, 32) and the accumulator (8, 32); the product is added in place."""
     bb = BlockBuilder((1,), 4)

@@ -121,6 +121,7 @@ class Lifetimes:
     """Who reads what in which phase.
 
     Attributes:
+        root: the value whose storage a value uses: a view's is its operand's.
         readers: for each value with storage of its own, what reads it, through views.
         reads: for each value with storage of its own, the stored values that it reads.
         size: bytes of each such value that it must be given when it is computed.
@@ -133,7 +134,8 @@ class Lifetimes:
 
     def __init__(self, block: BlockGraph) -> None:
         phase = block.info.phase
-        root: dict[Node, Node] = {}
+        self.root: dict[Node, Node] = {}
+        root = self.root
         self.readers: dict[Node, list[Node]] = {}
         readers = self.readers
         self.reads: dict[Node, tuple[Node, ...]] = {}
@@ -187,7 +189,10 @@ def _peak(
         dying = [o for o in reads[node] if last[o] == t and o in live and o not in pinned]
         size = 0 if node in live else sizes[node]
         if size and node.op not in CLOSING:
-            heir = next((o for o in dying if live[o] == size), None) if in_place(node) else None
+            heir = None
+            if in_place(node):  # a view may permute elements: only operands that are read as is
+                through = {life.root[i] for i in node.inputs if i.op in VIEWS}
+                heir = next((o for o in dying if live[o] == size and o not in through), None)
             if heir is not None:
                 dying.remove(heir)
                 del live[heir]
