@@ -5,6 +5,26 @@ model. It never times a candidate and never judges one: that is for `tune` and `
 """
 
 from obelisk.search.driver import search
+from obelisk.search.plan import Plan, replan
+from obelisk.search.results import (
+    CandidateFile,
+    StoredCandidate,
+    read_candidates,
+    write_candidates,
+)
 from obelisk.search.space import Budget, Candidate, SearchResult, SearchStats, Space
 
-__all__ = ["Budget", "Candidate", "SearchResult", "SearchStats", "Space", "search"]
+__all__ = [
+    "Budget",
+    "Candidate",
+    "CandidateFile",
+    "Plan",
+    "SearchResult",
+    "SearchStats",
+    "Space",
+    "StoredCandidate",
+    "read_candidates",
+    "replan",
+    "search",
+    "write_candidates",
+]

@@ -22,6 +22,7 @@ from obelisk.ir import Graph, make_graph
 from obelisk.machine import Machine, estimate
 from obelisk.search.checkpoint import Checkpoint
 from obelisk.search.partition import Choice, Cover, Interval, Partition
+from obelisk.search.plan import make_plan
 from obelisk.search.pool import Executor, Local, Pool
 from obelisk.search.sizes import Instance, Sizer
 from obelisk.search.skeleton import Skeleton
@@ -289,7 +290,8 @@ class _Search:
                 self.graph.name,
             )
             if graph.digest != self.graph.digest and graph.digest not in out:
-                out[graph.digest] = Candidate(graph, estimate(graph, self.machine), note)
+                plan = make_plan(cover, chosen, self.space.window)
+                out[graph.digest] = Candidate(graph, estimate(graph, self.machine), note, plan)
         return sorted(out.values(), key=lambda c: (c.cost.seconds, c.graph.digest))
 
     def _instance(self, interval: Interval, chosen: Mapping[int, Choice]) -> Instance | None:

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from obelisk.ir import Graph
 from obelisk.machine import Cost
+
+if TYPE_CHECKING:
+    from obelisk.search.plan import Plan
 
 SIZE_RULES = ("malformed", "capacity")  # rules that drop sized instances, not values
 
@@ -55,13 +59,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A graph that the search believes equals the program, its predicted cost, and how it was
-    found.
+    """A graph that the search believes equals the program.
+
+    Attributes:
+        graph, cost, note: the graph, its predicted cost, and how it was found.
+        plan: its structure for other extents, see `replan` (None for the program itself).
     """
 
     graph: Graph
     cost: Cost
     note: str
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Context:
     def identity(self) -> str:
         """Digest of everything that a unit's result depends on."""
         return digest(
-            str(VERSION), self.program, repr(self.machine), self.space.key, str(self.seed)
+            str(VERSION), self.program, self.machine.digest, self.space.key, str(self.seed)
         )
 
 
