@@ -1,13 +1,16 @@
 """C for a whole tile program: fixed runtime in front, one function per kernel, one for the graph.
 
-Takes a `TileProgram`, gives a self-contained translation unit. Blocks of a kernel are handed out to
-threads as they come; a barrier stands only between calls that depend on each other.
+Takes a `TileProgram`, gives a self-contained translation unit. Blocks of a kernel are handed out
+to threads as they come. Threads wait only between calls that depend on each other, and then for a
+call's blocks, not for its threads: one that comes late, or not at all, holds nobody up.
 """
 
 from __future__ import annotations
 
 from importlib.resources import files
+from math import prod
 
+from obelisk.lower.chains import COSTLY
 from obelisk.lower.cpu.chain import ChainStyle, emit_chain
 from obelisk.lower.cpu.names import CTYPE, extent, pointer, split_line, splits_of
 from obelisk.lower.cpu.options import CpuOptions
@@ -24,6 +27,8 @@ from obelisk.lower.tile import (
     TileProgram,
     View,
 )
+
+SMALL_WORK = 100_000  # scalar operations, some microseconds: waking a worker costs as much
 
 _PART = """
 /* How much of a tile is there: the part of [at, at + chunk) that starts at `from` and is `tile`
@@ -235,24 +240,73 @@ def _address(tensor: Tensor, offset: int) -> str:
     return base + (f" + {step}L" if step else "")
 
 
-def _call(program: TileProgram, call: Call, number: int, wait: bool, threads: int) -> list[str]:
+def _call(program: TileProgram, call: Call, number: int, threads: int) -> list[str]:
     kernel = program.kernels[call.kernel]
     addresses = [
         _address(program.tensors[b.tensor], b.offset) for b in (*call.params, *call.results)
     ]
     # Enough pieces for balance, few enough that handing them out costs nothing.
-    chunk = max(1, kernel.blocks // (threads * 16))
-    lines = ["  ob_barrier(threads);"] if wait else []
-    lines += [
+    chunk, blocks = max(1, kernel.blocks // (threads * 16)), kernel.blocks
+    return [
         f"  {{ /* {call.origin} */",
         f"    void *const t[] = {{{', '.join(addresses)}}};",
-        f"    for (long b; (b = ob_take(&f->next[{number}], {chunk})) < {kernel.blocks};) {{",
-        f"      const long end = b + {chunk} < {kernel.blocks} ? b + {chunk} : {kernel.blocks};",
-        f"      for (; b < end; b++) ob_kernel_{call.kernel}(b, t, arena);",
+        f"    for (long b; (b = ob_take(&f->calls[{number}], {chunk})) < {blocks};) {{",
+        f"      const long end = b + {chunk} < {blocks} ? b + {chunk} : {blocks};",
+        f"      for (long i = b; i < end; i++) ob_kernel_{call.kernel}(i, t, arena);",
+        f"      ob_finish(&f->calls[{number}], end - b);",
         "    }",
         "  }",
     ]
-    return lines
+
+
+def _graph(program: TileProgram, threads: int) -> list[str]:
+    """The function that every thread runs: all calls in order, waiting where one needs another."""
+    lines = [
+        "static void ob_graph(int thread, void *arg) {",
+        "  ob_frame *const f = arg;",
+        f"  char *const arena = f->scratch + {program.scratch}L",
+        f"                      + thread * {arena_stride(program)}L;",
+        "  (void)arena;",
+    ]
+    pending: list[int] = []
+    for i, (call, wait) in enumerate(zip(program.calls, barriers(program), strict=True)):
+        if wait:
+            for j in pending:
+                blocks = program.kernels[program.calls[j].kernel].blocks
+                lines.append(f"  ob_await(&f->calls[{j}], {blocks});")
+            pending = []
+        lines += _call(program, call, i, threads)
+        pending.append(i)
+    for j in pending:
+        blocks = program.kernels[program.calls[j].kernel].blocks
+        lines.append(f"  ob_await(&f->calls[{j}], {blocks});")
+    return [*lines, "}", ""]
+
+
+def useful_threads(program: TileProgram, threads: int) -> int:
+    """How many threads can have work: no more than the most blocks of a call, and one where all
+    work together takes less than it costs to hand it over.
+    """
+    work = sum(
+        program.kernels[c.kernel].blocks * block_work(program.kernels[c.kernel])
+        for c in program.calls
+    )
+    if work < SMALL_WORK:
+        return 1
+    return max(1, min(threads, max(program.kernels[c.kernel].blocks for c in program.calls)))
+
+
+def block_work(kernel: Kernel) -> int:
+    """Scalar operations of a block, roughly: a transcendental function counts as eight."""
+    total = 0
+    for s in statements(kernel):
+        times = kernel.loop if s in kernel.body else 1
+        if isinstance(s, Chain):
+            each = sum(8 if c.op in COSTLY else 1 for c in s.code) + len(s.writes)
+            total += times * each * prod(e.size for e in s.dims)
+        else:
+            total += times * prod(s.c.sizes) * s.a.sizes[-1]
+    return total
 
 
 def emit_program(program: TileProgram, options: CpuOptions, lanes: int, threads: int) -> str:
@@ -265,31 +319,20 @@ def emit_program(program: TileProgram, options: CpuOptions, lanes: int, threads:
         "",
         *(emit_kernel(k, i, style) + "\n" for i, k in enumerate(program.kernels)),
     ]
-    calls = max(1, len(program.calls))
-    waits = barriers(program)
     lines = [
         "typedef struct {",
         "  void *const *inputs;",
         "  void *const *outputs;",
         "  char *scratch;",
-        f"  atomic_long next[{calls}];",
+        f"  ob_blocks calls[{max(1, len(program.calls))}];",
         "} ob_frame;",
         "",
-        "static void ob_graph(int thread, int threads, void *arg) {",
-        "  ob_frame *const f = arg;",
-        f"  char *const arena = f->scratch + {program.scratch}L",
-        f"                      + thread * {arena_stride(program)}L;",
-        "  (void)arena; (void)threads;",
-    ]
-    for i, call in enumerate(program.calls):
-        lines += _call(program, call, i, waits[i], threads)
-    lines += [
-        "}",
-        "",
+        *_graph(program, threads),
         '__attribute__((visibility("default")))',
         "int obelisk_run(void *const *inputs, void *const *outputs, void *scratch, int threads) {",
         "  ob_frame frame = {.inputs = inputs, .outputs = outputs, .scratch = scratch};",
-        "  ob_pool_run(threads, ob_graph, &frame);",
+        f"  const int useful = {useful_threads(program, threads)};",
+        "  ob_pool_run(threads < useful ? threads : useful, ob_graph, &frame);",
         "  return 0;",
         "}",
         "",

@@ -1,9 +1,10 @@
 /* A pool of worker threads that lives as long as the library.
  *
- * ob_pool_run(n, fn, arg) calls fn(t, n, arg) for t in 0..n-1, t = 0 on the caller. Workers spin for a short while
- * after a job, then sleep, so that calls in a row start in about a microsecond and an idle pool costs nothing.
- * A second caller at the same time, and a child after fork, are served (the first alone on its own thread, the second
- * by new workers). Unloading the library ends the workers. ob_barrier separates the kernels of one job.
+ * ob_pool_run(n, fn, arg) calls fn(t, arg) for t = 0 on the caller, and for other t < n on the workers that come in
+ * time: a job must be one that any number of threads can finish, because the caller does not wait for a worker that
+ * has not started (it may be asleep, or have no core). Workers spin for a short while after a job, then sleep, so
+ * that calls in a row start in about a microsecond and an idle pool costs nothing.
+ * A second caller at the same time runs alone; a child after fork gets new workers. Unloading ends the workers.
  */
 #include <pthread.h>
 #include <sched.h>
@@ -12,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-typedef void (*ob_job)(int thread, int threads, void *arg);
+typedef void (*ob_job)(int thread, void *arg);
 
 #if defined(__x86_64__) || defined(__i386__)
 #define ob_pause() __builtin_ia32_pause()
@@ -23,10 +24,9 @@ typedef void (*ob_job)(int thread, int threads, void *arg);
 #endif
 
 typedef struct {
-  _Alignas(64) atomic_uint round; /* number of the job: a change wakes the workers */
-  _Alignas(64) atomic_int pending; /* workers that have not finished it */
-  _Alignas(64) atomic_int arrived; /* threads at the barrier */
-  _Alignas(64) atomic_uint phase;  /* barriers passed */
+  _Alignas(64) atomic_uint round;  /* number of the newest job: a change wakes the workers */
+  _Alignas(64) atomic_uint open;   /* number of the job that may be entered; 0: none */
+  _Alignas(64) atomic_int inside;  /* workers that have entered, or are looking whether they may */
   _Alignas(64) atomic_int stop;
   atomic_int sleeping;
   ob_job job;
@@ -43,26 +43,29 @@ typedef struct {
 static ob_pool_state ob_pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 static atomic_flag ob_busy = ATOMIC_FLAG_INIT;
 
-/* Spin, then give the core away: another thread of the job may need it. */
+/* The blocks of one call: how many were handed out, how many are done. */
+typedef struct {
+  _Alignas(64) atomic_long next;
+  _Alignas(64) atomic_long done;
+} ob_blocks;
+
+static inline long ob_take(ob_blocks *b, long count) {
+  return atomic_fetch_add_explicit(&b->next, count, memory_order_relaxed);
+}
+static inline void ob_finish(ob_blocks *b, long count) {
+  atomic_fetch_add_explicit(&b->done, count, memory_order_release);
+}
+
+/* Spin, then give the core away: the thread that is waited for may need it. */
 static void ob_wait_a_little(unsigned *turns) {
   if (++*turns < 4096) ob_pause();
   else sched_yield();
 }
 
-static void ob_barrier(int threads) {
-  if (threads == 1) return;
-  unsigned phase = atomic_load_explicit(&ob_pool.phase, memory_order_relaxed), turns = 0;
-  if (atomic_fetch_add_explicit(&ob_pool.arrived, 1, memory_order_acq_rel) == threads - 1) {
-    atomic_store_explicit(&ob_pool.arrived, 0, memory_order_relaxed);
-    atomic_store_explicit(&ob_pool.phase, phase + 1, memory_order_release);
-    return;
-  }
-  while (atomic_load_explicit(&ob_pool.phase, memory_order_acquire) == phase) ob_wait_a_little(&turns);
-}
-
-/* The next `count` blocks of a call. */
-static inline long ob_take(atomic_long *next, long count) {
-  return atomic_fetch_add_explicit(next, count, memory_order_relaxed);
+/* Return when all blocks of a call are done. */
+static inline void ob_await(ob_blocks *b, long count) {
+  unsigned turns = 0;
+  while (atomic_load_explicit(&b->done, memory_order_acquire) < count) ob_wait_a_little(&turns);
 }
 
 static long ob_microseconds(void) {
@@ -86,15 +89,15 @@ static void *ob_worker(void *number) {
         pthread_mutex_unlock(&ob_pool.lock);
       }
     }
-    seen = atomic_load_explicit(&ob_pool.round, memory_order_acquire);
     if (atomic_load(&ob_pool.stop)) return NULL;
-    if (me < ob_pool.threads) ob_pool.job(me, ob_pool.threads, ob_pool.arg);
-    atomic_fetch_sub_explicit(&ob_pool.pending, 1, memory_order_release);
+    seen = atomic_load(&ob_pool.round);
+    atomic_fetch_add(&ob_pool.inside, 1); /* first, so that a caller who closes the job sees it */
+    if (seen && atomic_load(&ob_pool.open) == seen && me < ob_pool.threads) ob_pool.job(me, ob_pool.arg);
+    atomic_fetch_sub(&ob_pool.inside, 1);
   }
 }
 
-static void ob_pool_signal(void) {
-  atomic_fetch_add(&ob_pool.round, 1);
+static void ob_pool_wake(void) {
   if (atomic_load(&ob_pool.sleeping)) {
     pthread_mutex_lock(&ob_pool.lock);
     pthread_cond_broadcast(&ob_pool.wake);
@@ -132,22 +135,23 @@ static void ob_pool_run(int threads, ob_job job, void *arg) {
   if (threads > OB_MAX_THREADS) threads = OB_MAX_THREADS;
   if (ob_pool.owner && ob_pool.owner != getpid()) atomic_flag_clear(&ob_busy); /* the parent's job is not here */
   if (threads <= 1 || atomic_flag_test_and_set_explicit(&ob_busy, memory_order_acquire)) {
-    job(0, 1, arg);
+    job(0, arg);
     return;
   }
-  const int got = ob_pool_grow(threads);
-  if (got < threads) threads = got;
-  if (threads <= 1) {
-    job(0, 1, arg);
-  } else {
-    unsigned turns = 0;
+  if (ob_pool_grow(threads) > 1) {
+    unsigned turns = 0, round = atomic_load(&ob_pool.round) + 1;
+    if (round == 0) round = 1;
     ob_pool.job = job;
     ob_pool.arg = arg;
     ob_pool.threads = threads;
-    atomic_store(&ob_pool.pending, ob_pool.started);
-    ob_pool_signal();
-    job(0, threads, arg);
-    while (atomic_load_explicit(&ob_pool.pending, memory_order_acquire)) ob_wait_a_little(&turns);
+    atomic_store(&ob_pool.open, round);
+    atomic_store(&ob_pool.round, round);
+    ob_pool_wake();
+    job(0, arg);
+    atomic_store(&ob_pool.open, 0);
+    while (atomic_load(&ob_pool.inside)) ob_wait_a_little(&turns);
+  } else {
+    job(0, arg);
   }
   atomic_flag_clear_explicit(&ob_busy, memory_order_release);
 }
@@ -155,7 +159,8 @@ static void ob_pool_run(int threads, ob_job job, void *arg) {
 __attribute__((destructor)) static void ob_pool_end(void) {
   if (ob_pool.owner != getpid() || !ob_pool.started) return;
   atomic_store(&ob_pool.stop, 1);
-  ob_pool_signal();
+  atomic_fetch_add(&ob_pool.round, 1);
+  ob_pool_wake();
   for (int t = 1; t <= ob_pool.started; t++) pthread_join(ob_pool.worker[t], NULL);
   ob_pool.started = 0;
 }
