@@ -3,7 +3,7 @@ much
 arithmetic.
 
 Takes a block graph; gives a `Work`. Nothing here knows a machine: the models in `cpu.py` and
-`cuda.py` weigh it.
+`gpu.py` weigh it.
 """
 
 from __future__ import annotations
