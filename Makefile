@@ -54,7 +54,7 @@ fuzz: $(BASE)
 
 lock:
 	$(PYTHON) -m venv --clear .lock-venv
-	.lock-venv/bin/pip install --quiet setuptools ".[dev]"
+	.lock-venv/bin/pip install --quiet --upgrade setuptools ".[dev]"
 	( echo "# Exact versions of everything but torch; written from a fresh environment by \`make lock\`."; \
 	  .lock-venv/bin/pip freeze --all | grep -vE '^(#|-e|obelisk|torch==|pip==)' ) > requirements.lock
 	rm -rf .lock-venv
