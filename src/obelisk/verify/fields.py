@@ -148,17 +148,11 @@ class FieldAlgebra:
         method = getattr(self, row.field)
         match row.kind:
             case Kind.BINARY | Kind.TERNARY:
-                args = [
-                    self.structural(lambda x, i=i: align(x, lead, i.rank, node.rank), a)
-                    for a, i in zip(args, node.inputs, strict=True)
-                ]
+                args = self._aligned(node, args, lead)
                 if any(a.plain for a in args[-2:]):
                     args = [*args[:-2], *(self._plain(a) for a in args[-2:])]
             case Kind.CONTRACT:
-                args = [
-                    self.structural(lambda x, i=i: align(x, lead, i.rank, node.rank), a)
-                    for a, i in zip(args, node.inputs, strict=True)
-                ]
+                args = self._aligned(node, args, lead)
             case Kind.REDUCE:
                 axis = node.attrs.axis - node.inputs[0].rank
                 result: Residues = method(args[0], axis, node.attrs.keep)
@@ -167,6 +161,15 @@ class FieldAlgebra:
             return self.cast(args[0], node.dtype)
         out: Residues = method(*args)
         return out
+
+    def _aligned(self, node: Node, args: Sequence[Residues], lead: int) -> list[Residues]:
+        """Operands with dims of extent 1 put in, so that all have the node's rank."""
+        return [
+            a
+            if i.rank == node.rank or np.ndim(a.p) == 0
+            else self.structural(lambda x, i=i: align(x, lead, i.rank, node.rank), a)
+            for a, i in zip(args, node.inputs, strict=True)
+        ]
 
     def structural(self, fn: Callable[..., Array], *values: Residues) -> Residues:
         """Move elements of every component array."""

@@ -163,7 +163,8 @@ def _compare(a: Residues, b: Residues, tally: _Tally) -> None:
         raise Undecidable("one side gives integers, the other floats")
     differ = a.p != b.p
     roots = ROOT_P
-    if a.q is not None and b.q is not None:
+    hashed = a.growth.exponent or b.growth.exponent  # then a part modulo Q is no image of the value
+    if a.q is not None and b.q is not None and not hashed:
         differ = differ | (a.q != b.q)
         roots = ROOT_P | ROOT_Q
     clear = np.ones(a.p.shape, bool)

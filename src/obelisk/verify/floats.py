@@ -252,7 +252,7 @@ class FloatJudge:
 
     def _largest_scale(self, program: Graph) -> float | None:
         """The largest power of two by which normal inputs can be scaled while the program keeps
-        head-room, and a product of two inputs fits its type. So a rewrite may form such a product
+        head-room, and a product of three inputs fits its type. So a rewrite may form such a product
         where the program does not (a division moved behind a matmul does), but nothing larger.
         """
         if not any(n.dtype.is_float for n in program.inputs):
@@ -307,9 +307,9 @@ class FloatJudge:
 
 
 def _product_scale(program: Graph) -> int:
-    """The exponent up to which two scaled inputs can be multiplied, with head-room."""
+    """The exponent up to which three scaled inputs can be multiplied, with head-room."""
     limits = [_largest(n.dtype) for n in program.inputs if n.dtype.is_float]
-    return int(np.log2(min(limits)) / 2) - 4
+    return int(np.log2(min(limits)) / 3) - 3
 
 
 def _difference(
@@ -363,6 +363,9 @@ def _meaning(want: Array, got: Array, single: Array) -> Found:
             finite & np.isfinite(single) & (scale > 0), np.abs(single - want) / scale, 0
         )
         conditioning = min(float(relative.max()), 1.0) + 2.0**-23
+        if (finite & ~np.isfinite(single)).any():
+            # Beyond f32's range a value is an exponential, whose argument (below 710) was rounded.
+            conditioning = max(conditioning, 2.0**-12)
         allowed = SLACK * SINGLE_TO_DOUBLE * conditioning * scale
         # An output that is nothing but zeros gives no scale: noise of float64 at the size of 1.
         allowed = np.where(scale > 0, allowed, 2.0**-46)

@@ -8,6 +8,7 @@ they are over the reals. P**2 < 2**63, so products fit int64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ Array = Any  # int64 arrays of residues
 Q = 1_073_741_891  # prime, 31 bits, 3 modulo 4
 P = 2 * Q + 1  # 2_147_483_783, prime, 32 bits, 7 modulo 8
 
+_FEW = 40
 _SMALL_WORK = 20_000  # multiply-adds under which int64 matmul beats the float64 detour
 _CHUNK = 256  # terms per float64 product: 2**15 * 2**30 * 2**8 = 2**53
 
@@ -26,8 +28,15 @@ def mulmod(a: Array, b: Array, m: int) -> Array:
     return (a * b) % m
 
 
+def _each(fn: Callable[[int], int], x: Array) -> Array:
+    """Element by element: for few elements faster than passes over arrays."""
+    return np.array([fn(n) for n in x.reshape(-1).tolist()], np.int64).reshape(x.shape)
+
+
 def powmod(x: Array, e: int, m: int) -> Array:
     """x**e mod m for a fixed exponent, elementwise (about log2(e) products)."""
+    if x.size <= _FEW:
+        return _each(lambda n: pow(n, e, m), x)
     out = np.ones_like(x)
     first = True
     for bit in bin(e)[2:]:
@@ -43,16 +52,15 @@ def inverse(x: Array, m: int) -> Array:
     """1 / x mod m, elementwise; 0 stays 0. Montgomery's trick as a product tree: three products an
     element.
     """
-    flat = np.where(x == 0, 1, x).reshape(-1)
-    levels = [flat]
+    if x.size <= _FEW:
+        return _each(lambda n: pow(n, -1, m) if n else 0, x)
+    levels = [np.where(x == 0, 1, x).reshape(-1)]
     while levels[-1].size > 1:
         top = levels[-1]
         if top.size % 2:
             top = np.append(top, 1)
             levels[-1] = top
         levels.append((top[0::2] * top[1::2]) % m)
-    if not flat.size:
-        return x.copy()
     inv = np.array([pow(int(levels[-1][0]), -1, m)], dtype=np.int64)
     for level in reversed(levels[:-1]):
         inv, below = inv[: level.size // 2], np.empty_like(level)

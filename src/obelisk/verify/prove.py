@@ -27,7 +27,8 @@ from obelisk.verify.terms import Goal, Index, Term, Translator, Unprovable, Var,
 
 _ROUNDS = 12
 _CALM_ROUNDS = 6  # rounds before the rules that make terms grow join in
-_MOST_ROWS = 12_000
+_MOST_ROWS = 6_000
+_MOST_MATCHES = 9_000  # about a tenth of a second
 _MOST_SETS = 24
 
 
@@ -71,38 +72,39 @@ class Prover:
     """
 
     def __init__(self) -> None:
-        self._engines: dict[bool, _EGraph] = {}
+        self._engines: dict[tuple[bool, bool], _EGraph] = {}
 
-    def prove(self, program: Graph, candidate: Graph, seconds: float = 1.0) -> Proof:
+    def prove(self, program: Graph, candidate: Graph) -> Proof:
         """Try to show that the graphs' outputs are equal, for every size at which their cuts align
-        as here. `seconds` caps the time of the saturation, looked at between rounds.
+        as here. The caps are on rounds and rows, not on time, so that the answer is always the
+        same.
         """
         start = time.perf_counter()
         try:
-            joined, detail = self._prove(program, candidate, start + seconds)
+            joined, detail = self._prove(program, candidate)
         except (Unprovable, RecursionError, MissingDependency) as e:
             joined, detail = False, str(e) or type(e).__name__
         return Proof(joined, detail, time.perf_counter() - start)
 
-    def _prove(self, program: Graph, candidate: Graph, deadline: float) -> tuple[bool, str]:
+    def _prove(self, program: Graph, candidate: Graph) -> tuple[bool, str]:
         translator = Translator()
         wanted = goals(program, candidate, translator)
         namer = _Namer(translator, wanted)
         names = [(namer.goal(g.at, g.program), namer.goal(g.at, g.candidate)) for g in wanted]
         if all(a == b for a, b in names):
             return True, "the same formula"
-        finite = not namer.infinite
-        if finite not in self._engines:
-            self._engines[finite] = _EGraph(finite)
-        engine = self._engines[finite]
+        kind = (not namer.infinite, bool(namer.clipped))
+        if kind not in self._engines:
+            self._engines[kind] = _EGraph(*kind)
+        engine = self._engines[kind]
         try:
             engine.run("(push)")
-            return engine.saturate(namer, names, deadline)
+            return engine.saturate(namer, names)
         except BaseException:
             self._engines.clear()  # whatever state it was left in
             raise
         finally:
-            if finite in self._engines:
+            if kind in self._engines:
                 engine.run("(pop)")
 
 
@@ -114,9 +116,9 @@ def prove(program: Graph, candidate: Graph) -> Proof:
 class _EGraph:
     """An egglog session with the rules loaded."""
 
-    def __init__(self, finite: bool) -> None:
+    def __init__(self, finite: bool, clipped: bool) -> None:
         self.graph = _bindings().EGraph()
-        self.run(program_text(finite))
+        self.run(program_text(finite, clipped))
 
     def run(self, text: str) -> list[Any]:
         """Run a program; raises `Unprovable` when the engine fails. Its panics are no ordinary
@@ -145,25 +147,33 @@ class _EGraph:
         (sizes,) = self.run("(print-size)")
         return sum(n for _, n in sizes.sizes)
 
-    def saturate(
-        self, namer: _Namer, names: list[tuple[str, str]], deadline: float
-    ) -> tuple[bool, str]:
+    def saturate(self, namer: _Namer, names: list[tuple[str, str]]) -> tuple[bool, str]:
         """Insert the terms, then run rounds until the goals hold or a cap is met."""
         wanted = [f"(Goal {k} {a} {b})" for k, (a, b) in enumerate(names)]
         # One rule without conditions inserts everything: commands cost a millisecond each.
         actions = " ".join([*namer.lines, *wanted, *namer.facts()])
         self.run(f"(ruleset start)\n(rule () ({actions}) :ruleset start)\n(run start 1)")
         self.run("(run-schedule (saturate facts))")
+        growing, rows = False, 0
         for rounds in range(_ROUNDS):
             if self.equal(len(names)):
                 return True, f"joined after {rounds} rounds, {self.rows()} rows"
+            matches = self.round(growing)
             rows = self.rows()
-            if rows > _MOST_ROWS or time.perf_counter() > deadline:
-                return False, f"not joined after {rounds} rounds, {rows} rows"
-            grow = "(run grow 1)\n" if rounds >= _CALM_ROUNDS else ""
-            self.run(f"{grow}(run base 1)\n(run facts 2)")
+            if matches == 0 and growing:
+                return False, f"not joined: saturated after {rounds + 1} rounds, {rows} rows"
+            growing = growing or matches == 0 or rounds + 1 >= _CALM_ROUNDS
+            # The next round may cost ten times as much as this one: look before it.
+            if (matches > _MOST_MATCHES or rows > _MOST_ROWS) and not self.equal(len(names)):
+                return False, f"not joined: too large after {rounds + 1} rounds, {rows} rows"
         joined = self.equal(len(names))
-        return joined, f"{'joined' if joined else 'not joined'} after {_ROUNDS} rounds"
+        return joined, f"{'joined' if joined else 'not joined'} after {_ROUNDS} rounds, {rows} rows"
+
+    def round(self, growing: bool) -> int:
+        """One round of rules, then of facts; how many matches it applied."""
+        grow = "(run grow 1)\n" if growing else ""
+        out = self.run(f"{grow}(run base 1)\n(run facts 2)")
+        return sum(sum(part.report.num_matches_per_rule.values()) for part in out[:-1])
 
 
 Key = tuple[int, int, int, int]  # input, dim, stride, extent
@@ -187,7 +197,9 @@ class _Namer:
         self.nested: set[tuple[str, str]] = (
             set()
         )  # a sum over the first set holds one over the second
-        self.within: dict[str, frozenset[str]] = {}  # name -> sets of the sums in it
+        self.within: dict[
+            str, frozenset[str]
+        ] = {}  # name -> sets of the sums that are linear in it
         self.infinite = False
         self.memo: dict[object, str] = {}
         self.digits: dict[Term, frozenset[Var]] = {}
@@ -329,7 +341,8 @@ class _Namer:
             name = f"t{len(self.known)}"
             self.known[text] = name
             self.free[name] = digits
-            self.within[name] = frozenset().union(*(self.within[p] for p in parts))
+            linear = text.startswith(("(Add", "(Mul"))
+            self.within[name] = frozenset().union(*(self.within[p] for p in parts if linear))
             self.lines.append(f"(let {name} {text})")
             if text.startswith(("(Leaf", "(Fn", "(Prefix")):
                 self.atoms.append(name)
@@ -433,6 +446,7 @@ class _Namer:
         families = self._families()
         out = [f"(NonZero {name})" for text, name in self.known.items() if '"x' in text[:8]]
         for spelling, digits in self.sets.items():
+            out.append(f'(Digits "{spelling}")')
             if not digits & self.clipped:
                 extent = prod(self.extents[d] for d in digits)
                 out.append(f'(Extent "{spelling}" (bigrat (bigint {extent}) (bigint 1)))')
@@ -440,7 +454,7 @@ class _Namer:
                 if not self.free[name] & digits:
                     out.append(f'(Indep {name} "{spelling}")')
             for other, more in self.sets.items():
-                if self._steady(digits, more, families):
+                if self.clipped and self._steady(digits, more, families):
                     out.append(f'(Steady "{spelling}" "{other}")')
                 joined = " ".join(sorted(digits | more))
                 if not digits & more and joined in self.sets:

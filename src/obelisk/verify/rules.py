@@ -98,7 +98,7 @@ FACTS = (
     "(rule ((= t (Fn3 f a b c)) (Indep a S) (Indep b S) (Indep c S)) ((Indep t S)))",
     "(rule ((= t (Exp a)) (Indep a S)) ((Indep t S)))",
     "(rule ((= t (Sqrt a)) (Indep a S)) ((Indep t S)))",
-    "(rule ((= t (Num x)) (Extent S n)) ((Indep t S)))",
+    "(rule ((= t (Num x)) (Digits S)) ((Indep t S)))",
     "(rule ((= t (Sum A a)) (Indep a S) (Steady A S)) ((Indep t S)))",
     "(rule ((= t (RMax A a)) (Indep a S) (Steady A S)) ((Indep t S)))",
     "(rule ((= t (Sum A a)) (Without S A R) (Indep a R) (Steady A S)) ((Indep t S)))",
@@ -141,6 +141,7 @@ SORTS = """
 (relation Inside (String String))
 (relation Extent (String BigRat))
 (relation Steady (String String))
+(relation Digits (String))
 (relation Goal (i64 E E))
 """
 
@@ -181,13 +182,14 @@ def _rewrite(rule: Rule, left: str, right: str, ruleset: str) -> str:
     return f"(rewrite {_numbers(left)} {_numbers(right)}{when} :ruleset {ruleset})"
 
 
-def program_text(finite: bool) -> str:
-    """The egglog program: sorts, facts and rules; `finite` False leaves out rules that need finite
-    operands.
+def program_text(finite: bool, clipped: bool) -> str:
+    """The egglog program: sorts, facts and rules. `finite` False leaves out rules that need finite
+    operands; `clipped` False, where no tile is short, leaves out the conditions on ranges.
     """
     lines = [SORTS, "(ruleset base)", "(ruleset grow)", "(ruleset facts)"]
     lines += [f"{line[:-1]} :ruleset base)" for line in NUMBERS]
-    lines += [f"{line[:-1]} :ruleset facts)" for line in FACTS]
+    facts = FACTS if clipped else tuple(f.replace(" (Steady A S)", "") for f in FACTS)
+    lines += [f"{line[:-1]} :ruleset facts)" for line in facts]
     for rule in RULES:
         if rule.finite and not finite:
             continue
