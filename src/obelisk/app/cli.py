@@ -16,12 +16,13 @@ import typer
 from rich.text import Text
 
 from obelisk.app import bench as benching
+from obelisk.app import search_bench
 from obelisk.app.account import OP_BY_OP
 from obelisk.app.cli_mega import register as register_mega
+from obelisk.app.cli_search import MemoryOpt, WorkersOpt, run_search
 from obelisk.app.contenders import ALL
 from obelisk.app.display import (
     Display,
-    candidate_table,
     print_report,
     rows_table,
     stdout,
@@ -31,7 +32,7 @@ from obelisk.app.doctor import examine, obelisk_version
 from obelisk.app.judging import judge_entries, judgements_json, summary_line
 from obelisk.app.loading import graph_of, load_entries, load_program
 from obelisk.app.pipeline import SPACE, optimize
-from obelisk.app.report import CandidateRow, show_bytes, show_us
+from obelisk.app.report import show_bytes, show_us
 from obelisk.base.errors import UserError
 from obelisk.base.settings import settings
 from obelisk.cache import Store
@@ -40,7 +41,6 @@ from obelisk.ir.svg import to_svg
 from obelisk.ir.text import to_text
 from obelisk.lower.cpu import lower_cpu, variants
 from obelisk.machine import find
-from obelisk.search import Budget, search
 
 app = typer.Typer(
     name="obelisk",
@@ -242,56 +242,46 @@ def search_command(
     program: ProgramArg,
     batch: BatchOpt = 1,
     dtype: DTypeOpt = None,
-    device: DeviceOpt = "cpu",
+    target: Annotated[
+        str,
+        typer.Option("--target", "--device", help="cpu, or a machine by name: h200, sm_90a, ..."),
+    ] = "cpu",
     budget: BudgetOpt = 60.0,
     seed: SeedOpt = 0,
+    workers: WorkersOpt = None,
+    memory: MemoryOpt = 2 << 30,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", metavar="FILE", help="Keep finished work there."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="FILE", help="Go on from a checkpoint, and keep it."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the candidates.")
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print every count by level.")] = False,
     json_file: JsonOpt = None,
     text: Annotated[bool, typer.Option("--text", help="Show every candidate's text form.")] = False,
 ) -> None:
     """Only search: candidates with their predicted cost, neither verified nor measured."""
-    graph = load_program(program, batch, dtype)
-    with Display() as progress:
-        found = search(
-            graph,
-            find(device),
-            space=SPACE,
-            budget=Budget(seconds=budget),
-            seed=seed,
-            progress=progress,
-        )
-    rows = [
-        CandidateRow(i, c.cost.launches, int(c.cost.bytes), c.cost.seconds * 1e6, note=c.note)
-        for i, c in enumerate(found.candidates)
-    ]
-    console = stdout()
-    console.print(candidate_table(rows))
-    if text:
-        for i, candidate in enumerate(found.candidates):
-            console.print(Text(f"\n# candidate {i}\n{to_text(candidate.graph)}"), soft_wrap=True)
-    stats = found.stats
-    pruned = ", ".join(f"{n:,} {rule}" for rule, n in stats.pruned.items())
-    console.print(f"{stats.states:,} states in {stats.seconds:.1f} s; pruned {pruned or 'none'}")
-    _write_json(
-        json_file,
-        {
-            "program": graph.name,
-            "search": {
-                "seconds": stats.seconds,
-                "states": stats.states,
-                "pruned": dict(stats.pruned),
-            },
-            "candidates": [
-                {
-                    "index": r.index,
-                    "kernels": r.kernels,
-                    "bytes": r.bytes,
-                    "predicted_us": r.predicted_us,
-                    "note": r.note,
-                    "graph": to_json(c.graph),
-                }
-                for r, c in zip(rows, found.candidates, strict=True)
-            ],
-        },
+    run_search(
+        program,
+        batch=batch,
+        dtype=dtype,
+        target=target,
+        space=SPACE,
+        budget=budget,
+        seed=seed,
+        memory=memory,
+        workers=workers,
+        checkpoint=checkpoint,
+        resume=resume,
+        output=output,
+        stats=stats,
+        text=text,
+        write=lambda data: _write_json(json_file, data),
     )
 
 
@@ -305,9 +295,25 @@ def bench_command(
     budget: BudgetOpt = 60.0,
     seed: SeedOpt = 0,
     json_file: JsonOpt = None,
+    search_only: Annotated[
+        bool, typer.Option("--search", help="Only search: states, seconds, memory, structures.")
+    ] = False,
+    workers: WorkersOpt = None,
 ) -> None:
     """Time the named programs beside numpy, torch eager, torch.compile and SDPA."""
     console = stdout()
+    if search_only:
+        rows_found = search_bench.run_search_bench(
+            names or (),
+            batch=batch,
+            dtype=dtype or "f32",
+            budget=budget,
+            seed=seed,
+            workers=workers,
+            each=lambda row: console.print(Text(search_bench.line_of(row)), soft_wrap=True),
+        )
+        _write_json(json_file, search_bench.search_json(rows_found))
+        return
     columns = (OP_BY_OP, *ALL)
 
     def row_of(row: benching.BenchRow) -> list[str]:
