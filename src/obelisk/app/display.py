@@ -22,7 +22,7 @@ from obelisk.app.report import CandidateRow, Report, show_bytes, show_us
 PATIENCE = 1.0  # seconds before progress shows
 REDRAW = 0.1  # seconds between two drawings
 _COLOURS = {"proved": "green", "tested": "green", "refuted": "red", "unknown": "yellow"}
-_SHOWN_REASON = 56  # characters of a reason in a table; the JSON form has all of it
+_SHOWN_REASON = 44  # characters of a reason in a table; the JSON form has all of it
 
 
 def stdout() -> Console:
@@ -89,10 +89,10 @@ def candidate_table(rows: Iterable[CandidateRow], title: str = "Candidates") -> 
     table = Table(title=title, title_justify="left", pad_edge=False, box=None)
     table.add_column("")
     for name in ("no.", "kernels", "bytes", "predicted", "measured", "spread"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for name in ("outcome", "found by"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
+        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=_SHOWN_REASON)
     for row in rows:
         outcome = row.status if not row.reason else f"{row.status}: {_short(row.reason)}"
         table.add_row(

@@ -43,6 +43,7 @@ SEARCH_ENDS, VERIFY_ENDS, BUILD_ENDS, TUNE_ENDS = 0.5, 0.7, 0.82, 0.97
 # Seconds that tuning needs for its worker, per floating-point operation of the program and per byte
 # of its inputs for the right answers (measured on two cores); at most this share of the limit.
 TUNE_START, TUNE_PER_FLOP, TUNE_PER_BYTE, TUNE_SHARE = 1.3, 1e-9, 3e-9, 0.45
+TORCH_START = 3.0  # seconds until torch is imported and has answered once
 TORCH_LEAST = 12.0  # seconds of time limit: below, starting torch would take too large a part
 TORCH_SHARE = 0.2  # of the time limit, for starting torch
 BUILD_SECONDS = 60.0  # time limit of one compiler run
@@ -165,6 +166,7 @@ class _Run:
         flops = estimate(program, self.request.machine).flops
         size = sum(node.nbytes for node in program.inputs)
         wanted = TUNE_START + TUNE_PER_FLOP * flops + TUNE_PER_BYTE * size
+        wanted += TORCH_START * any(name != NUMPY for name in self._affordable())
         return min(wanted * crowding(), TUNE_SHARE * self.request.budget)
 
     def left(self, share: float) -> float:
