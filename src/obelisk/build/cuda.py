@@ -115,7 +115,7 @@ def _nvrtc(source: str, arch: str) -> tuple[bytes, str]:
     try:
         options = [
             f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"--ptxas-options=-v",
-            b"--extra-device-vectorization",
+            b"--extra-device-vectorization", b"--no-cache",
         ]  # fmt: skip
         code = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         (size,) = check(nvrtc.nvrtcGetProgramLogSize(program), "reading the log")

@@ -10,7 +10,7 @@ join their accumulators after it. Raises `Infeasible` where a graph does not hav
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from obelisk.base.errors import Infeasible
@@ -74,8 +74,8 @@ class Fragments(Values):
         options: CudaOptions,
     ) -> None:
         names = (
-            [f"p{i}" for i in range(len(params))],
-            [f"r{j}" for j in range(len(results))],
+            [f"in{i}" for i in range(len(params))],
+            [f"out{j}" for j in range(len(results))],
         )
         super().__init__(block, params, results, "", names, 0)
         self.options, self.machine = options, machine
@@ -125,7 +125,9 @@ class Fragments(Values):
             self.tiles = -(-tiles // self.row_warps)
         if self.row_warps > 16 or self.tiles > 4:
             raise Infeasible(f"{extent} rows in one block")
-        self.group_threads = 32 * self.row_warps
+        self.clamped = self.tiles * self.row_warps == 1 and extent < 16
+        self._columns()
+        self.group_threads = 32 * self.row_warps * self.column_warps
         most = max(1, min(loop, 1024 // self.group_threads))
         wanted = self.options.groups or max(1, THREADS // self.group_threads)
         self.groups = min(wanted, most)
@@ -133,14 +135,43 @@ class Fragments(Values):
         dims = {self.m: row_dim(self.axes.axes[self.m], self.tiles, self.row_warps)}
         for axis in self.axes.axes:
             if axis.number != self.m:
-                dims[axis.number] = column_dim(axis, 16 if axis.number in self.depths else 8)
+                step = 16 if axis.number in self.depths else 8
+                shared = self.column_warps if axis.number == self.n else 1
+                dims[axis.number] = column_dim(axis, step, shared)
+        if self.column_warps > 1:
+            for a, d in dims.items():
+                if a != self.m:
+                    dims[a] = replace(d, lead=f"{d.lead} && warp_column == 0")
         order = (self.m, *(a.number for a in self.axes.axes if a.number != self.m))
         self.c = Layout("result", dims, order)
+
+    def _columns(self) -> None:
+        """The axis whose columns the warps of a group share, and how many warps: columns of results
+        that nothing folds.
+        """
+        self.n, self.column_warps = -1, 1
+        folded = {
+            self.axes.of[x.inputs[0]][x.attrs.axis]
+            for x in self.block.body
+            if x.op in (Op.SUM, Op.REDUCE_MAX)
+        }
+        columns = [a for s in self.block.stores for a in self.axes.known(s.value) if a != self.m]
+        if len(set(columns)) != 1 or columns[0] in folded | self.depths:
+            return
+        extent = self.axes.axes[columns[0]].extent
+        wanted = self.options.column_warps
+        if not wanted:
+            wanted = 1 if self.looped else max(1, 8 // self.row_warps)
+        while wanted > 1 and extent % (8 * wanted):
+            wanted //= 2
+        if wanted > 1:
+            self.n, self.column_warps = columns[0], wanted
 
     def right(self, k: int, n: int) -> Layout:
         """The layout of a right operand with depth k and columns n."""
         axes = self.axes.axes
-        dims = {k: column_dim(axes[k], 16), n: right_dim(axes[n])}
+        shared = self.column_warps if n == self.n else 1
+        dims = {k: column_dim(axes[k], 16), n: right_dim(axes[n], shared)}
         return Layout(f"right {k} {n}", dims, (k, n))
 
     def _operands(self) -> dict[Node, None]:
@@ -178,6 +209,8 @@ class Fragments(Values):
                 else up(self.axes.axes[a].extent, 16)
                 for a in (ra, ia)
             )
+            if ra == self.m and self.clamped:
+                height = self.axes.axes[ra].extent
             chunks = width // 8
             stride = (chunks | 1) * 16
             loop = self.when(node) is Phase.LOOP
@@ -241,6 +274,14 @@ class Fragments(Values):
                 rows += f" + warp_row * {self.tiles * 16}"
             else:
                 inner += f" + warp_row * {self.tiles * 32}"
+        if side == "b" and self.column_warps > 1 and self.n in (stage.rows, stage.inner):
+            part = self.axes.axes[self.n].extent // self.column_warps
+            if stage.rows == self.n:
+                rows += f" + warp_column * {part}"
+            else:
+                inner += f" + warp_column * {part * 2}"
+        if side == "a" and stage.rows == self.m and self.clamped:
+            rows = f"min({rows}, {stage.height - 1})"  # rows that are not there repeat the last
         base = "tile" if stage.loop else "fixed"
         return f"{base} + {stage.offset} + ({rows}) * {stage.stride} + {inner}"
 
@@ -314,13 +355,33 @@ class Fragments(Values):
             text.line(f"if (!({guard})) {self.at(value)} = 0.0f;")
             self.unnest(text, value.axes)
 
-    def left(self, x: Node, k: int, text: Text) -> tuple[str, str]:
-        """Lines that fill `unsigned a[4]` for tile w and step k, and what is declared before."""
+    def scaled(self, a: Node, b: Node, k: int, n: int) -> tuple[Node, Node, bool] | None:
+        """For b = v * s or v / s with one s a step of depth: (v, s, divided), since the scale may as
+        well go to a computed left operand, whose elements then need no second tile of v.
+        """
+        node = base_of(b)
+        if node.op not in (Op.MUL, Op.DIV) or base_of(a) in self.stages:
+            return None
+        if len(self.users[node]) != 1 or node in self.stored:
+            return None
+        v, s = node.inputs
+        if node.op is Op.MUL and self.axes.known(base_of(v)) == (k,):
+            v, s = s, v
+        if base_of(v) not in self.stages or self.axes.known(base_of(s)) != (k,):
+            return None
+        if set(self.axes.known(v)) != {k, n} or base_of(s).op is Op.LOAD:
+            return None
+        return v, s, node.op is Op.DIV
+
+    def left(self, x: Node, k: int, text: Text, scale: str = "") -> tuple[str, str]:
+        """Lines that fill `unsigned a[4]` for tile w and step k, and what is declared before.
+        `scale` is a factor at register r{k}.
+        """
         node = base_of(x)
         steps = self.c.dim(k).registers // 4
         stage = self.stages.get(node)
         registers = self.tiles * steps * 4
-        key = (node, "a")
+        key = (node, f"a {scale}")
         dtype = CTYPE[x.dtype]
         if stage is not None:
             self.side_depth = {k}
@@ -348,6 +409,14 @@ class Fragments(Values):
             home = self.out[self.when(node)]
             if value.axes != (self.m, k):
                 raise Infeasible("a left operand without rows or depth of its own")
+            if scale:
+                home = text
+                product = Value(self.name("v"), value.axes, "f")
+                self.declare(home, product, self.c)
+                self.nest(home, value.axes, self.c)
+                home.line(f"{self.at(product)} = {self.at(value)} * {scale};")
+                self.unnest(home, value.axes)
+                value = product
             self.cover(value, k, self.c, home)
             name = self.packed[key] = self.name("a")
             v = value.name
@@ -420,7 +489,16 @@ class Fragments(Values):
         k, n = self.axes.of[a][-1], self.axes.of[b][-1]
         assert k is not None and n is not None
         dtype = CTYPE[a.dtype]
-        fill_a, ready_a = self.left(a, k, text)
+        scale = ""
+        found = self.scaled(a, b, k, n)
+        if found is not None:
+            b, s, divided = found
+            layout = self.right(k, n)
+            if divided:
+                scale = self.derived(base_of(s), layout, "inv", "1.0f / {0}")
+            else:
+                scale = self.at(self.value(s, layout))
+        fill_a, ready_a = self.left(a, k, text, scale)
         fill_b, low, high = self.right_operand(b, k, n, text)
         if fresh:
             self.declare(text, value, self.c, "0.0f")
@@ -480,8 +558,9 @@ class Fragments(Values):
             rows, columns = self.part(s.rows), self.part(s.inner)
             sizes = f"{s.height}, {s.width}, {s.stride}, {threads}"
             if s.fast:
+                full = (rows, columns) == (str(s.height), str(s.width))
                 out.append(
-                    f"ob_copy_tile<{sizes}>({to} + {s.offset}, {base}, {step[s.rows]}ll, {rows}, "
+                    f"ob_copy_tile<{sizes}, {str(full).lower()}>({to} + {s.offset}, {base}, {step[s.rows]}ll, {rows}, "
                     f"{columns}, {who});"
                 )
             else:
@@ -493,8 +572,10 @@ class Fragments(Values):
 
     def build(self) -> None:
         """Print all values on demand of the stores."""
-        for j in range(len(self.block.stores)):
-            self.store(j, self.c)
+        self._sharers()
+        for j, store in enumerate(self.block.stores):
+            late = self.when(base_of(store.value)) is Phase.POST
+            self.store(j, self.after if late else self.c)
 
     def exchange_elements(self) -> int:
         return sum(
@@ -504,67 +585,114 @@ class Fragments(Values):
     def layouts_of(self, s: State) -> Layout:
         return self.layouts.get(s.value.name, self.c)
 
+    def _sharers(self) -> None:
+        """How many groups do what comes after the loop, each for its part of the columns; 1 where a
+        product or a fold needs whole rows there.
+        """
+        self.after, self.sharers = self.c, 1
+        if self.groups == 1:
+            return
+        post = [n for n in self.block.body if self.when(n) is Phase.POST]
+        if any(n.op in (Op.MATMUL, Op.SUM, Op.REDUCE_MAX) for n in post):
+            return
+        columns = {
+            a for n in post if n.op in ACCUMULATORS for a in self.axes.known(n) if a != self.m
+        }
+        columns |= {
+            a
+            for s in self.block.stores
+            if self.when(base_of(s.value)) is Phase.POST
+            for a in self.axes.known(s.value)
+            if a != self.m
+        }
+        n = self.groups
+        while n > 1 and any(self.c.dim(a).registers % (2 * n) for a in columns):
+            n -= 1
+        if n == 1 or not columns:
+            return
+        dims = dict(self.c.dims)
+        for a in dims:
+            if a == self.m:
+                continue
+            d = dims[a] = replace(dims[a], lead=f"{dims[a].lead} && group == 0")
+            if a in columns:
+                part = d.registers // n
+                index = d.index.replace("{r}", f"({{r}} + group * {part})")
+                dims[a] = replace(d, registers=part, index=index)
+        self.sharers = n
+        self.after = Layout("after", dims, self.c.order)
+
+    def accumulator(self, node: Node, layout: Layout) -> Value:
+        """After the loop each sharing group has its part of an accumulator, joined by `merge`."""
+        if layout is self.c or self.sharers == 1:
+            return super().accumulator(node, layout)
+        self.value(node, self.c)
+        axes = layout.sorted(self.axes.known(node))
+        return Value(self.name("all"), axes, "f")
+
     def merge(self, text: Text) -> None:
-        """Join the groups' accumulators in group 0."""
-        total, gt = self.exchange_elements(), self.group_threads
+        """Join the groups' accumulators in the sharing groups."""
+        total, gt, groups = self.exchange_elements(), self.group_threads, self.groups
         text.line("__syncthreads();")
         text.line(f"float *const exchange = (float *)(arena + {self.fixed});")
-        places: list[tuple[State, int]] = []
+        places: dict[str, int] = {}
         at = 0
         for s in self.states:
-            places.append((s, at))
+            places[s.value.name] = at
             at += prod(self.layouts_of(s).dim(a).registers for a in s.value.axes)
 
-        def cell(s: State, first: int, group: str) -> str:
+        def cell(s: State, group: str, layout: Layout) -> str:
             flat, size = [], 1
             for a in reversed(s.value.axes):
-                flat.append(f"r{a} * {size}" if size > 1 else f"r{a}")
+                r = f"r{a}"
+                if layout.dim(a).registers != self.layouts_of(s).dim(a).registers:
+                    r = f"(r{a} + group * {layout.dim(a).registers})"
+                flat.append(f"{r} * {size}" if size > 1 else r)
                 size *= self.layouts_of(s).dim(a).registers
-            index = " + ".join([str(first), *flat])
+            index = " + ".join([str(places[s.value.name]), *flat])
             return f"exchange[(({group}) * {total} + {index}) * {gt} + member]"
 
-        text.open("if (group > 0)")
-        for s, first in places:
+        for s in self.states:
             self.nest(text, s.value.axes, self.layouts_of(s))
-            text.line(f"{cell(s, first, 'group - 1')} = {self.at(s.value)};")
+            text.line(f"{cell(s, 'group', self.layouts_of(s))} = {self.at(s.value)};")
             self.unnest(text, s.value.axes)
-        text.close()
         text.line("__syncthreads();")
-        text.open("if (group == 0)")
-        text.line("#pragma unroll 1")
-        text.open(f"for (int other = 0; other < {self.groups - 1}; other++)")
-        scales: dict[str, tuple[Value, Value]] = {}
-        for s, first in places:
+        if self.sharers == 1:
+            text.open("if (group == 0)")
+        for s in self.states:
             if s.op is not Op.RUNNING_MAX:
                 continue
-            mine, theirs = (Value(self.name(n), s.value.axes, "f") for n in ("mine", "theirs"))
-            layout = self.layouts_of(s)
-            self.declare(text, mine, layout)
-            self.declare(text, theirs, layout)
-            self.nest(text, s.value.axes, layout)
-            text.line(f"const float seen = {cell(s, first, 'other')};")
-            text.line(f"const float top = fmaxf({self.at(s.value)}, seen);")
-            text.line(f"{self.at(mine)} = ob_decay({self.at(s.value)}, top);")
-            text.line(f"{self.at(theirs)} = ob_decay(seen, top);")
-            text.line(f"{self.at(s.value)} = top;")
+            self.nest(text, s.value.axes, self.c)
+            text.line("#pragma unroll")
+            text.line(
+                f"for (int other = 0; other < {groups}; other++) {self.at(s.value)} = "
+                f"fmaxf({self.at(s.value)}, {cell(s, 'other', self.c)});"
+            )
             self.unnest(text, s.value.axes)
-            scales[s.value.name] = (mine, theirs)
-        for s, first in places:
+        for s in self.states:
             if s.op is Op.RUNNING_MAX:
                 continue
-            self.nest(text, s.value.axes, self.layouts_of(s))
-            there = cell(s, first, "other")
-            here = self.at(s.value)
+            layout = self.after if self.layouts_of(s) is self.c else self.layouts_of(s)
+            made = self.known.get((self.owners[s.value.name], layout))
+            if made is None:
+                continue
+            if made.name != s.value.name:
+                self.declare(text, made, layout)
+            op = Op.ACCUM_MAX if s.op is Op.ACCUM_MAX else Op.ACCUM_SUM
+            self.nest(text, made.axes, layout)
+            text.line(f"float all = {self.neutral(op, 'f')};")
+            text.line("#pragma unroll")
+            text.open(f"for (int other = 0; other < {groups}; other++)")
+            item = cell(s, "other", layout)
             if s.peak is not None:
-                mine, theirs = scales[s.peak.name]
-                text.line(f"{here} = {here} * {self.at(mine)} + {there} * {self.at(theirs)};")
-            elif s.op is Op.ACCUM_MAX:
-                text.line(f"{here} = fmaxf({here}, {there});")
-            else:
-                text.line(f"{here} += {there};")
-            self.unnest(text, s.value.axes)
-        text.close()
-        text.close()
+                peak = next(t for t in self.states if t.value.name == s.peak.name)
+                item += f" * ob_decay({cell(peak, 'other', self.c)}, {self.at(s.peak)})"
+            text.line(f"all = {self.join(op, 'f', 'all', item)};")
+            text.close()
+            text.line(f"{self.at(made)} = all;")
+            self.unnest(text, made.axes)
+        if self.sharers == 1:
+            text.close()
 
     def body(self) -> list[str]:
         """The kernel's text between its braces."""
@@ -609,7 +737,7 @@ class Fragments(Values):
                     t.line("ob_copy_wait<0>();")
                 self.merge(t)
             if groups > 1:
-                t.open("if (group == 0)")
+                t.open(f"if (group < {self.sharers})")
             t.lines += ["  " * t.depth + x for x in self.out[Phase.POST].lines]
             if groups > 1:
                 t.close()
@@ -651,10 +779,12 @@ class Fragments(Values):
         """Bytes of shared memory: tiles, or what the groups exchange in their place."""
         exchange = 0
         if self.groups > 1:
-            exchange = (
-                self.fixed + 4 * (self.groups - 1) * self.exchange_elements() * self.group_threads
-            )
-        need = max(self.shared, exchange)
+            exchange = self.fixed + 4 * self.groups * self.exchange_elements() * self.group_threads
+        slack = 0
+        if self.column_warps > 1 and self.axes.axes[self.n].extent // self.column_warps % 16:
+            # The last warp's fragments of 16 columns reach half beyond the tile.
+            slack = 16 * max(s.stride for s in self.stages.values())
+        need = max(self.shared + slack, exchange)
         if need > self.shared_limit:
             raise Infeasible(f"{need} bytes of shared memory, the limit is {self.shared_limit}")
         return need

@@ -15,6 +15,7 @@ from obelisk.base.errors import Infeasible
 from obelisk.lower.cuda.axes import Axis
 
 WARP = 32
+SHORT_FOLD = 8
 REGISTER_LIMIT = 160  # values of one tile in a thread; more would spill
 
 
@@ -60,19 +61,24 @@ def row_dim(axis: Axis, tiles: int, warps: int) -> Dim:
     )
 
 
-def column_dim(axis: Axis, step: int) -> Dim:
-    """Columns of a product's result, or the depth of its right operand."""
-    n = up(axis.extent, step)
+def column_dim(axis: Axis, step: int, warps: int = 1) -> Dim:
+    """Columns of a product's result, or the depth of its right operand. `warps` share them."""
+    n = up(axis.extent, step) // warps
     index = "({r} >> 1) * 8 + (lane & 3) * 2 + ({r} & 1)"
-    return Dim(axis, n // 4, index, (1, 2), (1, 1), "(lane & 3) == 0", 2, n == axis.extent)
-
-
-def right_dim(axis: Axis) -> Dim:
-    """Columns of a product's right operand."""
-    n = up(axis.extent, 8)
+    if warps > 1:
+        index = f"warp_column * {n} + " + index
     return Dim(
-        axis, n // 8, "{r} * 8 + (lane >> 2)", (4, 16), (1, 1), "lane < 4", 1, n == axis.extent
+        axis, n // 4, index, (1, 2), (warps, 1), "(lane & 3) == 0", 2, n * warps == axis.extent
     )
+
+
+def right_dim(axis: Axis, warps: int = 1) -> Dim:
+    """Columns of a product's right operand. `warps` share them."""
+    n = up(axis.extent, 8) // warps
+    index = "{r} * 8 + (lane >> 2)"
+    if warps > 1:
+        index = f"warp_column * {n} + " + index
+    return Dim(axis, n // 8, index, (4, 16), (warps, 1), "lane < 4", 1, n * warps == axis.extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,12 @@ def dealt(
         v = vector if number == inner else 1
         need = -(-axis.extent // v)
         parts = 1
-        while parts < need and parts * 2 <= left:
+        # A short fold within a thread costs less than one across warps.
+        while (
+            not (number in folded and axis.extent <= SHORT_FOLD)
+            and parts < need
+            and parts * 2 <= left
+        ):
             parts *= 2
         groups = -(-need // parts)
         place = f"thread / {stride} % {parts}" if parts > 1 else "0"

@@ -15,7 +15,7 @@ from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.graph import Graph
 from obelisk.ir.op import Op
 from obelisk.ir.resize import blocks_of, resize
-from obelisk.lower.cuda.combine import combining
+from obelisk.lower.cuda.combine import combining, split_axis
 from obelisk.lower.cuda.dealt import Dealt
 from obelisk.lower.cuda.fragment import Fragments
 from obelisk.lower.cuda.generic import Style, emit_generic, runtime, spill_stride
@@ -31,10 +31,11 @@ from obelisk.lower.cuda.options import (
 from obelisk.lower.program import _Program
 from obelisk.lower.schedule import Operand, Rules, flatten
 from obelisk.lower.tile import Binding, Call, Kernel, Tensor, TensorKind, TileProgram
-from obelisk.machine.description import Machine, MachineKind
+from obelisk.machine.description import Feature, Machine, MachineKind
 
 ARENA_LIMIT = 1 << 30  # bytes of tiles of a block; beyond shared memory they lie in device memory
 SCRATCH_LIMIT = 1 << 36
+MOST_CLUSTER = 8  # blocks of a cluster on every device that has clusters
 LOOP_TILE = 64  # elements of an iteration along the loop that one pipeline stage holds
 BLOCK_LIMIT = (1 << 31) - 1  # of a one-dimensional grid
 DEFAULT = CudaOptions()
@@ -127,7 +128,7 @@ class _Lowering:
         """
         block = flatten(source.block)
         extra: list[str] = []
-        counters = 0
+        counters, cluster = 0, 1
         try:
             if any(n.op is Op.MATMUL for n in block.body):
                 work: Fragments | Dealt = Fragments(
@@ -135,8 +136,8 @@ class _Lowering:
                 )
             else:
                 names = (
-                    [f"p{i}" for i in range(len(source.params))],
-                    [f"r{j}" for j in range(len(source.results))],
+                    [f"in{i}" for i in range(len(source.params))],
+                    [f"out{j}" for j in range(len(source.results))],
                 )
                 work = Dealt(block, source.params, source.results, "", names)
             lines = work.body()
@@ -146,15 +147,15 @@ class _Lowering:
                 ending = self.ending(call, source, after, work.threads)
                 if ending is None:
                     return False
-                extra, counters = ending
+                extra, counters, cluster = ending
         except Infeasible as reason:
             self.refusals.append(str(reason))
             return False
         results = [*source.results, *(after[1].results if after else ())]
         params = [
-            *(f"const {CTYPE[o.dtype]} *__restrict__ p{i}" for i, o in enumerate(source.params)),
-            *(f"{CTYPE[o.dtype]} *r{j}" for j, o in enumerate(results)),
-            *(["unsigned *counters"] if after else []),
+            *(f"const {CTYPE[o.dtype]} *__restrict__ in{i}" for i, o in enumerate(source.params)),
+            *(f"{CTYPE[o.dtype]} *out{j}" for j, o in enumerate(results)),
+            *(["unsigned *counters"] if counters else []),
         ]
         text = [
             f"// Obelisk: grid {block.grid}, loop {block.loop}.",
@@ -168,56 +169,78 @@ class _Lowering:
         if isinstance(work, Fragments):
             gt = work.group_threads
             text.append(f"  const int group = thread / {gt}, member = thread % {gt};")
-            text.append("  const int warp_row = member / 32;")
+            text.append(f"  const int warp_row = member / 32 % {work.row_warps};")
+            text.append(f"  const int warp_column = member / {32 * work.row_warps};")
         text += ["  " + x for x in grid_lines(block.grid, "(int)blockIdx.x")]
         text += ["  " + x for x in (*lines, *extra)]
         text += ["}", ""]
         notes = (f"tiles in registers, {work.threads} threads",)
         kernel = CudaKernel(
-            "obelisk_kernel", "\n".join(text), block.blocks, work.threads, shared, 1, notes
+            "obelisk_kernel", "\n".join(text), block.blocks, work.threads, shared, cluster, notes
         )
         arguments = [self.pointer(b) for b in (*call.params, *call.results)]
         if after is not None:
             arguments += [self.pointer(b) for b in after[0].results]
-            arguments.append(Pointer(Place.COUNTER, 0, 4 * self.counters))
+            if counters:
+                arguments.append(Pointer(Place.COUNTER, 0, 4 * self.counters))
             self.counters += counters
         self.add(kernel, tuple(arguments), call.origin)
         return True
 
     def ending(
         self, call: Call, source: Source, after: tuple[Call, Source], threads: int
-    ) -> tuple[list[str], int] | None:
-        """Lines with which the last block of a split does the launch `after`, and how many counters
-        they need.
+    ) -> tuple[list[str], int, int] | None:
+        """Lines that do the launch `after` at the end of the one before, how many counters they
+        need, and the blocks of a cluster.
+
+        Where the blocks of a split can be a cluster they meet and share the work; elsewhere the
+        last of them to arrive does it.
         """
         last, then = after
         where = {b: j for j, b in enumerate(call.results)}
         places = tuple(where.get(b) for b in last.params)
-        found = combining(source.block, flatten(then.block), places)
+        first, second = source.block, flatten(then.block)
+        split = split_axis(first)
+        if split is None:
+            return None
+        parts, grid = first.grid[split], first.grid
+        cluster = (
+            Feature.CLUSTERS in self.machine.features
+            and self.options.clusters
+            and parts <= MOST_CLUSTER
+            and all(n == 1 for n in grid[split + 1 :])
+        )
+        found = combining(first, second, places, True) if cluster else None
+        if found is None:
+            cluster = False
+            found = combining(first, second, places, False)
         if found is None:
             return None
-        split, block = found
-        grid = source.block.grid
-        kept = [a for a in range(len(grid)) if a != split]
         names = (
-            [f"r{j}" for j in places],
-            [f"r{len(source.results) + j}" for j in range(len(then.results))],
+            [f"out{j}" for j in places],
+            [f"out{len(source.results) + j}" for j in range(len(then.results))],
         )
-        work = Dealt(block, then.params, then.results, "z", names, threads)
+        work = Dealt(found.block, then.params, then.results, "z", names, threads)
         lines = work.body()
+        coordinates = []
+        for p, (a, cuts) in enumerate(found.coordinates):
+            text = f"g{a}"
+            if cuts > 1:
+                text = f"g{a} * {cuts} + g{split}"
+            coordinates.append(f"  const int zg{p} = {'0' if cuts < 0 else text};")
         number, step = [], 1
-        for a in reversed(kept):
+        for a in reversed([a for a in range(len(grid)) if a != split]):
             if grid[a] > 1:
                 number.append(f"g{a} * {step}" if step > 1 else f"g{a}")
             step *= grid[a]
         counter = f"counters + ({' + '.join(number) or '0'})"
-        coordinates = [f"  const int zg{p} = g{a};" for p, a in enumerate(kept)]
-        return [
-            f"if (ob_last_block({counter}, {grid[split]})) {{",
-            *(coordinates or ["  const int zg0 = 0;"]),
-            *("  " + x for x in lines),
-            "}",
-        ], step
+        opening = (
+            "ob_cluster_barrier();\n  {"
+            if cluster
+            else (f"if (ob_last_block({counter}, {parts})) {{")
+        )
+        body = [opening, *coordinates, *("  " + x for x in lines), "}"]
+        return body, 0 if cluster else step, parts if cluster else 1
 
     def finish(self, notes: tuple[str, ...]) -> CudaModule:
         module = CudaModule(
@@ -312,4 +335,8 @@ def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
         CudaOptions(groups=4),
         CudaOptions(resident=1),
         CudaOptions(resident=2),
+        CudaOptions(column_warps=2),
+        CudaOptions(column_warps=4),
+        CudaOptions(column_warps=4, groups=4),
+        CudaOptions(clusters=False),
     ]

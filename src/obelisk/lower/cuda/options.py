@@ -19,10 +19,13 @@ class CudaOptions:
             every kernel keeps its tiles in shared memory).
         groups: groups of warps that share the iterations of a block's loop (0: chosen).
         row_warps: warps of a group, which share the rows of its tiles (0: chosen).
+        column_warps: warps of a group that share the columns of its results (0: chosen).
         stages: tiles in flight ahead of the arithmetic (0: as many as fit, at most 4).
         loop_scale: iterations are cut into this many shorter ones before lowering (0: chosen).
         fuse_combine: the last block to finish combines the parts of a split fold, in the same
             kernel.
+        clusters: the blocks of a split fold are a cluster where the device has them, and share the
+            combining.
         resident: blocks that one SM shall hold at a time (0: as many as the grid has for it, at
             most 4, if their pipelines stay deep enough).
         threads: threads of a block whose tiles are in shared memory.
@@ -31,10 +34,12 @@ class CudaOptions:
     fragments: bool = True
     groups: int = 0
     row_warps: int = 0
+    column_warps: int = 0
     stages: int = 0
     loop_scale: int = 0
     fuse_combine: bool = True
     resident: int = 0
+    clusters: bool = True
     threads: int = 256
 
 

@@ -118,10 +118,12 @@ class Values:
         self.stored = {s.value for s in block.stores}
         self.loop_needs = self._loop_needs()
         self.count = 0
+        self.made: dict[tuple[Node, Layout, str], Value] = {}
         self.looped = any(p is not Phase.INVARIANT for p in self.phase.values())
         self.states: list[State] = []
         self.pending: list[tuple[Op, Value, int, Layout]] = []
         self.layouts: dict[str, Layout] = {}
+        self.owners: dict[str, Node] = {}
         self.decay: dict[Node, Value] = {}
         self.peak: dict[Node, Value] = {}
         self.exchange = 0  # bytes of shared memory for folds across warps
@@ -276,9 +278,16 @@ class Values:
             part = self.value(x, layout)
         if peak is not None:
             decay = self.decay[node.inputs[1]]
+            # Once the maximum is found, most iterations have nothing to scale.
+            cells = [""]
+            for a in decay.axes:
+                cells = [f"{c}[{r}]" for c in cells for r in range(layout.dim(a).registers)]
+            moved = " || ".join(f"{decay.name}{c} != 1.0f" for c in cells)
+            text.open(f"if (__any_sync(0xffffffffu, {moved}))")
             self.nest(text, axes, layout)
             text.line(f"{self.at(state)} *= {self.at(decay)};")
             self.unnest(text, axes)
+            text.close()
         if part is None:
             self.multiply(x, state, text, False)
         else:
@@ -289,6 +298,7 @@ class Values:
         if deferred is not None:
             self.pending.append((self.fold_op(node), state, deferred, layout))
         self.layouts[state.name] = layout
+        self.owners[state.name] = node
         self.states.append(State(node.op, state, peak))
         return state
 
@@ -359,11 +369,17 @@ class Values:
                 for b in map(base_of, picked)
             ]
             kind = meeting_kind(operands, "f" if node.op is Op.LESS else kind_here)
-            args = [self.scalar(x, layout, kind, inside) for x in picked]
+            below = self.below(node, layout, inside) if kind == "f" else ""
+            args = [] if below else [self.scalar(x, layout, kind, inside) for x in picked]
             if node.op is Op.WHERE:
                 args.insert(0, self.scalar(node.inputs[0], layout, "m", inside))
             have = "m" if node.op is Op.LESS else kind
-            if kind == "f" and self.narrow(node) and node.op in FAST:
+            inverse = self.inverse(node, layout, inside) if kind == "f" else ""
+            if below:
+                text = below
+            elif inverse:
+                text = f"{args[0]} * {inverse}"
+            elif kind == "f" and self.narrow(node) and node.op in FAST:
                 text = f"{FAST[node.op]}({', '.join(args)})"
             elif kind == "f" and self.narrow(node) and node.op is Op.DIV:
                 text = f"__fdividef({args[0]}, {args[1]})"
@@ -373,6 +389,50 @@ class Values:
         if node.dtype is DType.I8:
             text = f"ob_wrap8({text})"
         return convert(text, kind_here, want)
+
+    def derived(self, node: Node, layout: Layout, stem: str, form: str) -> str:
+        """An array made once from a value of few axes, at the current registers; `form` is an
+        expression over {0}.
+        """
+        key = (node, layout, stem)
+        if key not in self.made:
+            v = self.value(node, layout)
+            text = self.out[self.when(node)]
+            made = Value(self.name(stem), v.axes, "f")
+            self.declare(text, made, layout)
+            self.nest(text, v.axes, layout)
+            text.line(f"{self.at(made)} = {form.format(self.at(v))};")
+            self.unnest(text, v.axes)
+            self.made[key] = made
+        return self.at(self.made[key])
+
+    def few(self, node: Node, inside: frozenset[int]) -> bool:
+        """Whether a value is shared by many elements of the tile around it."""
+        base = base_of(node)
+        return base.op not in (Op.CONST, Op.SIZE) and frozenset(self.axes.known(base)) < inside
+
+    def below(self, node: Node, layout: Layout, inside: frozenset[int]) -> str:
+        """exp(a - peak of a row) as one multiply-add and one power of two; "" for other forms."""
+        if node.op is not Op.EXP or not self.narrow(node):
+            return ""
+        gap = base_of(node.inputs[0])
+        if gap.op is not Op.SUB or len(self.users[gap]) != 1 or gap in self.stored:
+            return ""
+        if frozenset(self.axes.known(gap)) != inside or not self.few(gap.inputs[1], inside):
+            return ""
+        if kind_of(gap.inputs[1].dtype) != "f" or (gap, layout) in self.known:
+            return ""
+        a = self.scalar(gap.inputs[0], layout, "f", inside)
+        peak = self.derived(base_of(gap.inputs[1]), layout, "log", "{0} * OB_LOG2E")
+        return f"ob_exp_below({a}, {peak})"
+
+    def inverse(self, node: Node, layout: Layout, inside: frozenset[int]) -> str:
+        """The reciprocal of a divisor that many elements share; "" for other forms."""
+        if node.op is not Op.DIV or not self.narrow(node) or not self.few(node.inputs[1], inside):
+            return ""
+        if kind_of(node.inputs[1].dtype) != "f":
+            return ""
+        return self.derived(base_of(node.inputs[1]), layout, "inv", "1.0f / {0}")
 
     def elementwise(self, node: Node, layout: Layout, text: Text) -> Value:
         axes = layout.sorted(self.axes.known(node))

@@ -14,19 +14,35 @@ template <int LEFT> OB_DEVICE void ob_copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// A tile of ROWS by COLUMNS 16-bit elements, of which rows by columns exist, by THREADS threads.
-// `stride` is in elements between rows in device memory, STRIDE in bytes in shared memory.
-template <int ROWS, int COLUMNS, int STRIDE, int THREADS, class T>
+OB_DEVICE void ob_copy16(unsigned to, const void *from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// A tile of ROWS by COLUMNS 16-bit elements, of which rows by columns exist (all of them if FULL), by
+// THREADS threads. `stride` is in elements between rows in device memory, STRIDE in bytes in shared
+// memory.
+template <int ROWS, int COLUMNS, int STRIDE, int THREADS, bool FULL, class T>
 OB_DEVICE void ob_copy_tile(unsigned to, const T *from, long long stride, int rows, int columns, int t) {
   constexpr int CHUNKS = COLUMNS / 8, TOTAL = ROWS * CHUNKS;
+  constexpr bool EVEN = THREADS % CHUNKS == 0;  // then a thread stays in its column
+  constexpr int STEP = EVEN ? THREADS / CHUNKS : 1;
+  const int first = t / CHUNKS, across = t % CHUNKS;
+  const T *const source = from + first * stride + across * 8;
+  const unsigned target = to + first * STRIDE + across * 16;
 #pragma unroll
   for (int i = 0; i < (TOTAL + THREADS - 1) / THREADS; i++) {
-    const int x = i * THREADS + t, row = x / CHUNKS, chunk = x % CHUNKS;
+    const int x = i * THREADS + t;
+    const int row = EVEN ? first + i * STEP : x / CHUNKS, chunk = EVEN ? across : x % CHUNKS;
+    const T *const at = EVEN ? source + i * STEP * stride : from + row * stride + chunk * 8;
+    const unsigned there = EVEN ? target + i * STEP * STRIDE : to + row * STRIDE + chunk * 16;
     if (TOTAL % THREADS == 0 || x < TOTAL) {
-      int valid = (columns - chunk * 8) * 2;
-      valid = row < rows ? (valid > 16 ? 16 : valid < 0 ? 0 : valid) : 0;
-      const T *at = valid > 0 ? from + row * stride + chunk * 8 : from;
-      ob_copy16(to + row * STRIDE + chunk * 16, at, valid);
+      if (FULL) {
+        ob_copy16(there, at);
+      } else {
+        int valid = (columns - chunk * 8) * 2;
+        valid = row < rows ? (valid > 16 ? 16 : valid < 0 ? 0 : valid) : 0;
+        ob_copy16(there, valid > 0 ? at : from, valid);
+      }
     }
   }
 }
@@ -102,6 +118,8 @@ OB_DEVICE float ob_fast_exp(float v) { return ob_exp2(v * OB_LOG2E); }
 OB_DEVICE float ob_fast_sigmoid(float v) { return __fdividef(1.0f, 1.0f + ob_fast_exp(-v)); }
 // exp(old - now) for a running maximum: 0 while nothing was seen.
 OB_DEVICE float ob_decay(float old, float now) { return old == -OB_INF ? 0.0f : ob_fast_exp(old - now); }
+// exp(v - peak), the peak in units of log 2.
+OB_DEVICE float ob_exp_below(float v, float peak) { return ob_exp2(fmaf(v, OB_LOG2E, -peak)); }
 OB_DEVICE float ob_fast_max(float a, float b) { return fmaxf(a, b); }
 
 template <class F, int FIRST, int LAST, class T> OB_DEVICE T ob_lane_fold(T v) {
@@ -155,4 +173,11 @@ OB_DEVICE bool ob_last_block(unsigned *counter, unsigned total) {
   __syncthreads();
   if (last) __threadfence();
   return last;
+}
+
+// All threads of all blocks of a cluster meet; what they wrote before is visible after.
+OB_DEVICE void ob_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
 }
