@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
 from obelisk.verify import modular as m
+from obelisk.verify.constants import meant
 
 
 def _prime(n: int) -> bool:
@@ -91,12 +94,32 @@ def test_exponential_is_a_homomorphism_onto_squares() -> None:
     assert m.sqrt(power(x), m.P)[1].all()
 
 
-def test_rational_is_the_exact_dyadic_value() -> None:
+def test_rational_is_the_fraction() -> None:
     for prime in (m.P, m.Q):
-        assert m.rational(0.75, prime) * 4 % prime == 3
-        assert m.rational(-2.0, prime) == prime - 2
-        tenth, (top, bottom) = m.rational(0.1, prime), (0.1).as_integer_ratio()
-        assert tenth * bottom % prime == top % prime
+        assert m.rational(Fraction(3, 4), prime) * 4 % prime == 3
+        assert m.rational(Fraction(-2), prime) == prime - 2
+        assert m.rational(Fraction(1, 10), prime) * 10 % prime == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (0.1, Fraction(1, 10)), (float(np.float32(0.1)), Fraction(1, 10)), (1 / 3, Fraction(1, 3)),
+        (1e-5, Fraction(1, 10**5)), (1e30, Fraction(10**30)), (-2.5, Fraction(-5, 2)),
+        (2.0**-20, Fraction(1, 2**20)), (0.0, Fraction(0)), (100.0, Fraction(100)),
+    ],
+)  # fmt: skip
+def test_constants_stand_for_the_number_that_was_meant(value: float, number: Fraction) -> None:
+    assert meant(value) == number
+
+
+def test_constants_that_float32_tells_apart_stay_apart() -> None:
+    """And spellings that differ in float64's last bit are one number."""
+    assert meant(1 / 7**0.5) == meant(7**-0.5) == meant(np.nextafter(7**-0.5, 1))
+    for value in (0.3, 1 / 3, 7**-0.5, 1e-6, 12345.678):
+        near = float(np.float32(value))
+        assert meant(near) != meant(float(np.nextafter(np.float32(value), np.float32(np.inf))))
+        assert abs(meant(value) / Fraction(value) - 1) <= Fraction(1, 2**24)
 
 
 def test_scramble_depends_on_value_and_key_and_is_never_negative() -> None:

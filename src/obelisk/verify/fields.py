@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import inf
 from typing import Any
 
@@ -25,6 +26,7 @@ from obelisk.ir.node import Node, Shape
 from obelisk.ir.op import Op
 from obelisk.ir.table import TABLE, Kind
 from obelisk.verify import modular as m
+from obelisk.verify.constants import meant
 from obelisk.verify.growth import CONSTANT, INPUT, Growth
 from obelisk.verify.modular import P, Q
 
@@ -115,17 +117,19 @@ class FieldAlgebra:
             return Residues(np.asarray(array).astype(np.int64), None, None, CONSTANT, plain=True)
         flat = np.asarray(array, dtype=np.float64)
         parts = [
-            np.array([m.rational(x, prime) for x in flat.reshape(-1)], np.int64).reshape(flat.shape)
+            np.array([m.rational(Fraction(x), prime) for x in flat.reshape(-1).tolist()], np.int64)
             for prime in (P, Q)
         ]
-        return Residues(parts[0], parts[1], None, CONSTANT)
+        p, q = (x.reshape(flat.shape) for x in parts)
+        return Residues(p, q, None, CONSTANT)
 
     def const(self, value: float) -> Residues:
-        """A scalar constant, exact; -inf is a mark."""
+        """A scalar constant, exactly the number that is meant; -inf is a mark."""
         if value == -inf:
             zero = np.zeros((), np.int64)
             return Residues(zero, zero, np.asarray(NEG_INF, np.uint8), CONSTANT, value)
-        p, q = (np.asarray(m.rational(value, prime), np.int64) for prime in (P, Q))
+        number = meant(value)
+        p, q = (np.asarray(m.rational(number, prime), np.int64) for prime in (P, Q))
         return Residues(p, q, None, CONSTANT, value)
 
     def integer(self, value: int) -> Residues:

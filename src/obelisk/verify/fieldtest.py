@@ -50,7 +50,7 @@ class FieldOutcome:
         detail: a mismatch's place and values, or why nothing was decided.
         draws: draws made.
         miss: bound on the chance that one draw misses a difference (inf: no bound).
-        terms: exponential terms of the largest formula, 1 where there is none.
+        terms: exponential terms of the largest formula, 0 where there is none.
         degree: degree of the largest formula.
         assumed: uninterpreted functions that were met.
         doubtful: undecided only for want of elements whose square roots exist; redraws may help.
@@ -60,7 +60,7 @@ class FieldOutcome:
     detail: str = ""
     draws: int = 0
     miss: float = 0.0
-    terms: float = 1.0
+    terms: float = 0.0
     degree: float = 0.0
     assumed: set[str] = field(default_factory=set)
     doubtful: bool = False
@@ -138,7 +138,8 @@ def _draw(
     for node, a, b, tally in zip(instance.program.outputs, *results, tallies, strict=True):
         _compare(_whole(a, node.shape), _whole(b, node.shape), tally)
         out.miss = max(out.miss, miss_probability(a.growth, b.growth))
-        out.terms = max(out.terms, a.growth.terms, a.growth.below)
+        for g in (a.growth, b.growth):
+            out.terms = max(out.terms, g.terms, g.below) if g.exponent else out.terms
         out.degree = max(out.degree, _degree(a.growth), _degree(b.growth))
 
 

@@ -159,7 +159,9 @@ class Difference:
     def __str__(self) -> str:
         scaled = "" if self.scale == 1 else f" x {self.scale:g}"
         note = {
-            "meaning": f"float64: differs by more than {self.allowed:.3g}",
+            "meaning": f"float64: differs by more than {self.allowed:.3g}"
+            if np.isfinite(self.got)
+            else "float64: not finite where the program is finite",
             "accuracy": f"own dtypes: error above {self.allowed:.3g}, {ALLOWED}x the program's",
             "range": "own dtypes: not finite where the program is finite, with head-room of 64",
         }[self.check]

@@ -15,6 +15,7 @@ from obelisk.base.errors import ObeliskError
 from obelisk.ir.graph import Graph
 from obelisk.ir.node import Node, topological
 from obelisk.ir.op import Op
+from obelisk.verify.constants import meant
 from obelisk.verify.fieldtest import Agreement, FieldOutcome, run_instance
 from obelisk.verify.floats import Difference, Effort, FloatJudge
 from obelisk.verify.instances import Instance, full_instance, instances, work_of
@@ -262,7 +263,7 @@ def size_bound(program: Graph, candidate: Graph) -> bool:
     """
     marks = []
     for graph in (program, candidate):
-        consts: set[float] = set()
+        consts: set[object] = set()
         sizes = False
         for node in _all_nodes(graph):
             if node.op in _SIZE_BOUND_OPS:
@@ -270,7 +271,8 @@ def size_bound(program: Graph, candidate: Graph) -> bool:
             if node.op in (Op.SUM, Op.REDUCE_MAX) and node.attrs.keep > 1:
                 return True
             if node.op is Op.CONST:
-                consts.add(node.attrs.value)
+                value = node.attrs.value
+                consts.add(value if value == -inf else meant(value))
             sizes = sizes or node.op is Op.SIZE
         marks.append((consts - _NEUTRAL, sizes))
     return marks[0] != marks[1]
@@ -325,11 +327,11 @@ def bound_text(cases: Sequence[Instance], outcomes: Sequence[FieldOutcome]) -> s
     known = [m for m in misses if not isinf(m)]
     if known:
         total = sum(log10(m) for m in known if m > 0)
-        what = "Schwartz-Zippel" if terms == 1 else "Theorem 2"
+        what = "Theorem 2" if terms else "Schwartz-Zippel"
         text += (
             f": a difference at these sizes is missed with chance below 1e{int(total)} ({what}, "
         )
-        text += f"degree {degree:.3g}" + (f", {terms:.3g} exponential terms)" if terms > 1 else ")")
+        text += f"degree {degree:.3g}" + (f", {terms:.3g} exponential terms)" if terms else ")")
     else:
         text += (
             f": the textbook bound is empty here ({terms:.3g} exponential terms); a difference "

@@ -9,6 +9,7 @@ they are over the reals. P**2 < 2**63, so products fit int64.
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,6 @@ def scramble(x: Array, key: int) -> Array:
     return (z >> np.uint64(1)).astype(np.int64)
 
 
-def rational(value: float, m: int) -> int:
-    """The residue of a finite float, which is an exact dyadic rational."""
-    numerator, denominator = float(value).as_integer_ratio()
-    return numerator % m * pow(denominator, -1, m) % m
+def rational(value: Fraction, m: int) -> int:
+    """The residue of a fraction whose denominator m does not divide."""
+    return value.numerator % m * pow(value.denominator, -1, m) % m

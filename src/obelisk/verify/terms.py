@@ -22,6 +22,7 @@ from obelisk.ir.graph import Graph
 from obelisk.ir.node import Node
 from obelisk.ir.op import LoadAttrs, Op
 from obelisk.ir.table import size_value
+from obelisk.verify.constants import meant
 
 _MOST_TERMS = 6000
 
@@ -112,11 +113,11 @@ class NeedPieces(Exception):
         self.var, self.cuts = var, cuts
 
 
-def num(value: float | Fraction) -> Term:
-    """A number, exact; -inf is a constant without arithmetic."""
+def num(value: float) -> Term:
+    """The number that a constant stands for; -inf is a constant without arithmetic."""
     if value == -inf:
         return Term("neg_inf")
-    return Term("num", number=Fraction(value))
+    return Term("num", number=meant(float(value)))
 
 
 ONE, MINUS = num(1), num(-1)
