@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from obelisk.base.digest import digest
 from obelisk.base.errors import Infeasible
 from obelisk.ir.dtype import DType
 from obelisk.ir.graph import Graph
-from obelisk.lower.cpu.emit import arena_stride, emit_program
+from obelisk.lower.cpu.emit import arena_stride, emit_program, statements
 from obelisk.lower.cpu.options import CpuModule, CpuOptions
 from obelisk.lower.program import tile_program
 from obelisk.lower.schedule import Rules
@@ -21,6 +23,8 @@ ARENA_LIMIT = 1 << 28  # bytes of fast memory per thread: beyond this a tile is 
 SCRATCH_LIMIT = 1 << 36  # bytes between kernels
 MAX_THREADS = 256
 STREAM_SUMS, STREAM_DEPTH, STREAM_GAP = 16384, 6, 16  # OB_SUMS, OB_SK, OB_GAP of blocking.h
+STREAM_WIDTH = 192  # OB_STREAM_COLUMNS
+STREAM_DOUBT = 12  # rows from which packing may be as good as streaming
 DEFAULT = CpuOptions()
 
 __all__ = ["CpuModule", "CpuOptions", "cpu_program", "lower_cpu", "variants"]
@@ -45,9 +49,10 @@ def work_elements(product: Product, options: CpuOptions, lanes: int) -> int:
     k = product.a.sizes[-1]
     w = lanes // 2 if product.dtype is DType.F64 else lanes
     nr = w * options.vectors
+    whole = product.c.shape[-1].split is None  # a short tile may be too narrow to stream
     few, pair = min(m, options.stream_rows), 2 * w
     streamed = min(few * n, STREAM_SUMS) + few * (pair + STREAM_GAP + STREAM_DEPTH) + STREAM_GAP
-    if m <= options.stream_rows and product.b.strides[-1] == 1:
+    if m <= options.stream_rows and n >= STREAM_WIDTH and product.b.strides[-1] == 1 and whole:
         return streamed
     deep = min(k, options.depth)
     wide = -(-min(n, options.block_columns) // nr) * nr + nr
@@ -87,5 +92,21 @@ def lower_cpu(graph: Graph, machine: Machine, options: CpuOptions = DEFAULT) -> 
 
 
 def variants(graph: Graph, machine: Machine) -> list[CpuOptions]:
-    """The lowering choices worth racing for a graph, the default first."""
-    return [DEFAULT]
+    """The lowering choices worth racing for a graph, the default first, at most three.
+
+    Only products have choices that no rule decides well: streaming or packing where rows are few
+    but not very few, and a block of fewer rows and more columns in registers.
+    """
+    products = [
+        s
+        for kernel in cpu_program(graph, machine).kernels
+        for s in statements(kernel)
+        if isinstance(s, Product)
+    ]
+    rows = [p.c.sizes[-2] for p in products]
+    out = [DEFAULT]
+    if any(STREAM_DOUBT < m <= DEFAULT.stream_rows for m in rows):
+        out.append(replace(DEFAULT, stream_rows=STREAM_DOUBT))
+    if any(m > DEFAULT.stream_rows for m in rows):
+        out.append(replace(DEFAULT, rows=4, vectors=3))
+    return out

@@ -75,6 +75,7 @@ class _Emitter:
             self.order.append(axis)
         self.order.append(v)
         self.depth = self._depths()
+        self.inverted = self._inverted()
         self.lane_folds = [w for w in chain.writes if w.fold is not None and axis == v]
         self.row_folds = [w for w in chain.writes if w.fold is not None and axis != v]
         long = chain.dims[v].size >= unroll * lanes
@@ -96,13 +97,26 @@ class _Emitter:
                 out.append(max((out[a] for a in s.args), default=0))
         return out
 
+    def _inverted(self) -> set[int]:
+        """Divisors in f32 that an outer loop knows: their reciprocal is taken there, once, and the
+        innermost loop multiplies (at most half a unit in the last place further off).
+        """
+        code, inner = self.chain.code, len(self.order)
+        return {
+            s.args[1]
+            for n, s in enumerate(code)
+            if s.op is Op.DIV
+            and self.depth[n] == inner > self.depth[s.args[1]]
+            and self.operand_kind(s) == "f"
+        }
+
     # ---- text
 
     def line(self, text: str) -> None:
         self.lines.append("  " * self.indent + text)
 
     def open(self, text: str) -> None:
-        self.line(text + " {")
+        self.line(f"{text} {{" if text else "{")
         self.indent += 1
 
     def close(self) -> None:
@@ -151,8 +165,9 @@ class _Emitter:
                 return k
         return kind_of(s.dtype) if s.op is not Op.LESS else "f"
 
-    def expression(self, s: Scalar) -> str:
-        """The C expression of an elementwise operator, in the kind of its dtype."""
+    def expression(self, n: int) -> str:
+        """The C expression of value `n`, an elementwise operator, in the kind of its dtype."""
+        s = self.chain.code[n]
         want = kind_of(s.dtype)
         if s.op is Op.CAST:
             text = self.as_kind(s.args[0], want)
@@ -168,6 +183,8 @@ class _Emitter:
         else:
             k = self.operand_kind(s)
             args = [self.as_kind(v, k) for v in s.args]
+            if s.op is Op.DIV and s.args[1] in self.inverted and self.depth[n] == len(self.order):
+                return f"{args[0]} * q{s.args[1]}"
             match s.op:
                 case Op.ADD | Op.SUB | Op.MUL | Op.DIV:
                     text = f"{args[0]} {_ARITH[s.op]} {args[1]}"
@@ -183,8 +200,14 @@ class _Emitter:
     def value(self, v: int, vector: str, count: str) -> None:
         """Declare value `v`; `count`: the valid lanes of a tail ("" for whole vectors)."""
         s = self.chain.code[v]
-        if s.op is Op.CONST:
-            return
+        if s.op is not Op.CONST:
+            self.define(v, vector, count)
+        if v in self.inverted:
+            self.line(f"const vf q{v} = ob_recip_f({self.as_kind(v, 'f')});")
+
+    def define(self, v: int, vector: str, count: str) -> None:
+        """Declare value `v`, which is no constant."""
+        s = self.chain.code[v]
         if s.op is Op.IOTA:
             if s.place == self.chain.vector:
                 text = f"ob_iota((int32_t)({vector}))"
@@ -209,7 +232,7 @@ class _Emitter:
             want = kind_of(s.dtype)
             text = text if have == want else _CONVERT[have, want].format(text)
         else:
-            text = self.expression(s)
+            text = self.expression(v)
         self.line(f"const {_VECTOR[kind_of(s.dtype)]} v{v} = {text};")
 
     def values(self, depth: int, vector: str = "", count: str = "") -> None:
@@ -298,7 +321,8 @@ class _Emitter:
                 self.point(f"(iv + {c * lanes})" if c else "iv", "", c)
                 self.close()
             self.close()
-        if not static or size >= lanes:
+        left = size % (unroll * lanes) if unroll > 1 else size
+        if not static or left >= lanes:
             self.open(f"for (; iv + {lanes} <= {n}; iv += {lanes})")
             self.point("iv", "", 0)
             self.close()

@@ -88,7 +88,7 @@ def prelude(program: TileProgram, options: CpuOptions, lanes: int, threads: int)
 def _cases(options: CpuOptions) -> str:
     """The row counts that a product's inner loops are compiled for."""
     rest = " ".join(
-        f"case {r}: OB_(micro)({r}, 0, k, a, ars, acs, b, c, crs, n, add); break;"
+        f"case {r}: OB_(micro)({r}, 0, k, a, ars, acs, b, bs, c, crs, n, add); break;"
         for r in range(1, options.rows)
     )
     return f"#define OB_ROWS_REST {rest}"

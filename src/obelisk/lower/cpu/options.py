@@ -22,7 +22,6 @@ class CpuOptions:
         stream_rows: products of at most so many rows read the right operand in place, once.
         alias: read tiles and write results in device memory where no copy is needed.
         unroll: vectors per step of a loop that folds along lanes.
-        blocks_per_core: how finely predefined operators are cut.
         max_threads: threads that the module has memory for.
         spin_microseconds: how long a worker of the pool spins before it sleeps.
     """
@@ -36,7 +35,6 @@ class CpuOptions:
     stream_rows: int = 32
     alias: bool = True
     unroll: int = 4
-    blocks_per_core: int = 4
     max_threads: int = 0
     spin_microseconds: int = 100
 

@@ -1,4 +1,7 @@
 /* Constants and helpers of the matrix products in product.h. */
+#define OB_PLACE_ROWS 48     /* the packed way reads b in place for at most so many rows */
+#define OB_PLACE_STRIDE 512  /* and where its rows are at most so many elements apart */
+#define OB_STREAM_COLUMNS 192 /* the streamed way pays from this width on */
 #define OB_SK 6       /* rows of b that the streamed way takes at a time */
 #define OB_SUMS 16384 /* sums it keeps at a time: long runs of each row are what memory delivers fastest */
 #define OB_AHEAD 12   /* rows of b it fetches ahead */

@@ -15,7 +15,7 @@
 #define OB_STEP                                                                             \
   {                                                                                         \
     OB_V bv[OB_NV];                                                                         \
-    for (int j = 0; j < OB_NV; j++) bv[j] = OB_(get)(b + p * OB_NR + j * OB_W);             \
+    for (int j = 0; j < OB_NV; j++) bv[j] = OB_(get)(b + p * bs + j * OB_W);                \
     for (int i = 0; i < mr; i++) {                                                          \
       const OB_V av = a[i * ars + p * acs] - (OB_V){0};                                     \
       for (int j = 0; j < OB_NV; j++) acc[i][j] += av * bv[j];                              \
@@ -31,9 +31,10 @@ static __attribute__((noinline, unused)) void OB_(put_part)(long m, long n, cons
     for (long j = 0; j < n; j++) c[j] = add ? c[j] + rows[j] : rows[j];
 }
 
-/* mr rows of sums in registers. a: element (i, p) at i*ars + p*acs. b: a panel. */
+/* mr rows of sums in registers. a: element (i, p) at i*ars + p*acs. b: a panel, or columns of b in place, with bs
+ * elements from row to row. */
 OB_INLINE void OB_(micro)(const int mr, const int deep, long k, const OB_T *a, long ars, long acs,
-                            const OB_T *b, OB_T *c, long crs, long n, int add) {
+                            const OB_T *b, long bs, OB_T *c, long crs, long n, int add) {
   OB_V acc[OB_MR][OB_NV];
   for (int i = 0; i < mr; i++)
     for (int j = 0; j < OB_NV; j++) acc[i][j] = (OB_V){0};
@@ -58,28 +59,29 @@ OB_INLINE void OB_(micro)(const int mr, const int deep, long k, const OB_T *a, l
 }
 /* The rows past the last whole block, few at a time. */
 static __attribute__((noinline, unused)) void OB_(rest)(long mr, long k, const OB_T *a, long ars, long acs,
-                                                          const OB_T *b, OB_T *c, long crs, long n, int add) {
+                                                        const OB_T *b, long bs, OB_T *c, long crs, long n,
+                                                        int add) {
   switch (mr) {
     OB_ROWS_REST
     default: break;
   }
 }
 /* All rows against one panel of b. Packed rows lie in panels of OB_MR. */
-OB_INLINE void OB_(rows)(long m, long k, const OB_T *a, long step, long ars, long acs, const OB_T *b, OB_T *c,
-                           long crs, long n, int add) {
+OB_INLINE void OB_(rows)(long m, long k, const OB_T *a, long step, long ars, long acs, const OB_T *b, long bs,
+                          OB_T *c, long crs, long n, int add) {
   long i = 0;
   for (; i + OB_MR <= m; i += OB_MR, a += step)
-    OB_(micro)(OB_MR, 1, k, a, ars, acs, b, c + i * crs, crs, n, add);
-  if (i < m) OB_(rest)(m - i, k, a, ars, acs, b, c + i * crs, crs, n, add);
+    OB_(micro)(OB_MR, 1, k, a, ars, acs, b, bs, c + i * crs, crs, n, add);
+  if (i < m) OB_(rest)(m - i, k, a, ars, acs, b, bs, c + i * crs, crs, n, add);
 }
 static __attribute__((noinline, unused)) void OB_(packed_rows)(long m, long k, const OB_T *a, const OB_T *b,
                                                                  OB_T *c, long crs, long n, int add) {
-  OB_(rows)(m, k, a, OB_MR * k, 1, OB_MR, b, c, crs, n, add);
+  OB_(rows)(m, k, a, OB_MR * k, 1, OB_MR, b, OB_NR, c, crs, n, add);
 }
 static __attribute__((noinline, unused)) void OB_(strided_rows)(long m, long k, const OB_T *a, long ars,
-                                                                  const OB_T *b, OB_T *c, long crs, long n,
-                                                                  int add) {
-  OB_(rows)(m, k, a, OB_MR * ars, ars, 1, b, c, crs, n, add);
+                                                                const OB_T *b, long bs, OB_T *c, long crs,
+                                                                long n, int add) {
+  OB_(rows)(m, k, a, OB_MR * ars, ars, 1, b, bs, c, crs, n, add);
 }
 
 /* k rows and n columns of b into panels, the last one filled up with zeros. */
@@ -124,26 +126,32 @@ static __attribute__((noinline, unused)) void OB_(pack_a)(long m, long k, const 
 }
 
 static __attribute__((unused)) void OB_(packed)(long m, long n, long k, const OB_T *a, long ars, long acs,
-                                                  const OB_T *b, long brs, long bcs, OB_T *c, long crs, int add,
-                                                  OB_T *work) {
+                                                const OB_T *b, long brs, long bcs, OB_T *c, long crs, int add,
+                                                OB_T *work) {
   const long deep = ob_even(k, OB_KC, 1), wide = ob_even(n, OB_NC, OB_NR);
   const int pack_a = acs != 1 || (n > OB_PACK_COLUMNS && m > OB_MR);
+  /* Few rows against short rows of b: copying b costs more than it saves; only a last part of a panel is. */
+  const int in_place = bcs == 1 && m <= OB_PLACE_ROWS && brs <= OB_PLACE_STRIDE && !pack_a;
   OB_T *const pb = work, *const pa = work + deep * ob_up(wide, OB_NR);
   for (long j = 0; j < n; j += wide) {
-    const long nc = n - j < wide ? n - j : wide;
+    const long nc = n - j < wide ? n - j : wide, whole = nc / OB_NR * OB_NR;
     for (long p = 0; p < k; p += deep) {
       const long kc = k - p < deep ? k - p : deep;
       const int more = add || p > 0;
-      OB_(pack_b)(kc, nc, b + p * brs + j * bcs, brs, bcs, pb);
+      const OB_T *const from = b + p * brs + j * bcs;
+      if (!in_place) OB_(pack_b)(kc, nc, from, brs, bcs, pb);
+      else if (whole < nc) OB_(pack_b)(kc, nc - whole, from + whole, brs, 1, pb + whole * kc);
       for (long i = 0; i < m; i += OB_MC) {
         const long mc = m - i < OB_MC ? m - i : OB_MC;
         const OB_T *const at = a + i * ars + p * acs;
         if (pack_a) OB_(pack_a)(mc, kc, at, ars, acs, pa);
         for (long q = 0; q < nc; q += OB_NR) {
           const long nr = nc - q < OB_NR ? nc - q : OB_NR;
+          const int direct = in_place && q < whole;
+          const OB_T *const panel = direct ? from + q : pb + q * kc;
           OB_T *const to = c + i * crs + j + q;
-          if (pack_a) OB_(packed_rows)(mc, kc, pa, pb + q * kc, to, crs, nr, more);
-          else OB_(strided_rows)(mc, kc, at, ars, pb + q * kc, to, crs, nr, more);
+          if (pack_a) OB_(packed_rows)(mc, kc, pa, panel, to, crs, nr, more);
+          else OB_(strided_rows)(mc, kc, at, ars, panel, direct ? brs : OB_NR, to, crs, nr, more);
         }
       }
     }
@@ -223,7 +231,7 @@ static __attribute__((noinline, unused)) void OB_(product)(
   if (k == 0) {
     if (!add)
       for (long i = 0; i < m; i++) memset(c + i * crs, 0, (size_t)n * sizeof(OB_T));
-  } else if (m <= OB_STREAM_ROWS && bcs == 1) {
+  } else if (m <= OB_STREAM_ROWS && n >= OB_STREAM_COLUMNS && bcs == 1) {
     OB_(streamed)(m, n, k, a, ars, acs, b, brs, c, crs, add, work);
   } else {
     OB_(packed)(m, n, k, a, ars, acs, b, brs, bcs, c, crs, add, work);
