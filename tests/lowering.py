@@ -90,8 +90,7 @@ def check(
         arrays = inputs[i] if inputs is not None else random_inputs(graph, seed)
         # Where strides let elements share memory, the values are what memory then holds.
         arrays = [
-            np.array(strided(a, n.attrs.strides))
-            for a, n in zip(arrays, graph.inputs, strict=True)
+            np.array(strided(a, n.attrs.strides)) for a, n in zip(arrays, graph.inputs, strict=True)
         ]
         got = call(library, graph, arrays, threads)
         narrow = any(n.dtype in (DType.F16, DType.BF16, DType.F8E4M3) for n in graph.nodes)
