@@ -12,14 +12,17 @@ import pytest
 from obelisk.app.loading import load_program
 from obelisk.ir import Graph, KernelGraph, Op, random_inputs, run, topological
 from obelisk.ir.block import BlockGraph, Phase
+from obelisk.lower.schedule import flatten
 from obelisk.machine import Machine, find
 from obelisk.search import Budget, Candidate, Space, search
+from obelisk.search.threads import Residence, registers, residences
 
 CPU = find("cpu")
 
 
 def blocks(graph: Graph) -> list[BlockGraph]:
-    return [launch.block for launch in graph.launches() if launch.block is not None]
+    """The kernels' block graphs, thread graphs expanded."""
+    return [flatten(launch.block) for launch in graph.launches() if launch.block is not None]
 
 
 def ops(block: BlockGraph, *kinds: Op) -> int:
@@ -192,6 +195,38 @@ def test_two_independent_products_side_by_side_in_one_kernel() -> None:
     g.output(g.matmul(x, w), g.matmul(y, v))
     program = g.freeze()
     check(program, found(program, lambda c: len(c.graph.launches()) == 1).graph)
+
+
+def test_chains_become_thread_graphs_that_fit_the_registers() -> None:
+    """Elementwise chains and row sums live in registers; a chain too long for them stays apart."""
+    program = small("gated_mlp")
+    machine = find("h200")
+    fused = [
+        n.attrs.thread
+        for c in search(program, machine).candidates
+        for launch in c.graph.launches()
+        if launch.block is not None
+        for n in launch.block.body
+        if n.op is Op.THREAD
+    ]
+    assert any({Op.SIGMOID, Op.MUL} <= {n.op for n in t.body} for t in fused)
+    assert all(registers(t, 128) <= machine.registers_per_thread for t in fused)
+    plain = search(program, machine, space=Space(thread_graphs=False))
+    assert all(n.op is not Op.THREAD for c in plain.candidates for n in c.graph.nodes)
+
+
+def test_every_value_of_a_candidate_has_a_place() -> None:
+    """Kernels' results in device memory, tiles in shared memory, chains and accumulators in
+    registers.
+    """
+    best = search(small("gated_mlp"), find("h200")).candidates[1].graph
+    places = residences(best)
+    assert {places[o] for o in best.outputs} == {Residence.DEVICE}
+    for launch in best.launches():
+        assert launch.block is not None
+        for n in launch.block.body:
+            held = n.op in (Op.ACCUM_SUM, Op.ACCUM_MAX, Op.RUNNING_MAX, Op.ACCUM_RESCALE)
+            assert places[n] is (Residence.REGISTER if held else Residence.SHARED)
 
 
 def test_the_same_seed_gives_the_same_candidates() -> None:

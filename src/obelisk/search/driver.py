@@ -27,6 +27,7 @@ from obelisk.search.pool import Executor, Local, Pool
 from obelisk.search.sizes import Instance, Sizer
 from obelisk.search.skeleton import Skeleton
 from obelisk.search.space import Budget, Candidate, SearchResult, SearchStats, Space
+from obelisk.search.threads import fuse_graph
 from obelisk.search.units import (
     Limits,
     Outcome,
@@ -289,8 +290,10 @@ class _Search:
                 self.graph.output_names,
                 self.graph.name,
             )
+            if self.space.thread_graphs:
+                graph = fuse_graph(graph, self.machine)
             if graph.digest != self.graph.digest and graph.digest not in out:
-                plan = make_plan(cover, chosen, self.space.window)
+                plan = make_plan(cover, chosen, self.space.window, self.space.thread_graphs)
                 out[graph.digest] = Candidate(graph, estimate(graph, self.machine), note, plan)
         return sorted(out.values(), key=lambda c: (c.cost.seconds, c.graph.digest))
 

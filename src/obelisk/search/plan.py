@@ -20,6 +20,7 @@ from obelisk.search.axes import Axis, Dims, Segment
 from obelisk.search.partition import Choice, Cover, Partition
 from obelisk.search.sizes import Instance, Sizer
 from obelisk.search.skeleton import Sizes, Skeleton
+from obelisk.search.threads import fuse_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A candidate's structure: its pieces in order, and the window of the partition that made
-    it.
+    """A candidate's structure: its pieces in order, the window of the partition that made it, and
+    whether its kernels' chains are thread graphs.
     """
 
     pieces: tuple[Piece, ...]
     window: int
+    thread_graphs: bool
 
 
-def make_plan(cover: Cover, choices: Mapping[int, Choice], window: int) -> Plan:
+def make_plan(
+    cover: Cover, choices: Mapping[int, Choice], window: int, thread_graphs: bool
+) -> Plan:
     """The plan of a cover; `choices` maps `id(interval)` to what was chosen for it."""
     pieces = []
     for interval in cover.intervals:
@@ -69,7 +73,7 @@ def make_plan(cover: Cover, choices: Mapping[int, Choice], window: int) -> Plan:
                     picked.sizes,
                 )
             )
-    return Plan(tuple(pieces), window)
+    return Plan(tuple(pieces), window, thread_graphs)
 
 
 def replan(plan: Plan, graph: Graph, machine: Machine) -> Graph:
@@ -93,7 +97,8 @@ def replan(plan: Plan, graph: Graph, machine: Machine) -> Graph:
             chosen[id(interval)] = _resize(piece, interval.segment, machine)
     cover = Cover(tuple(intervals), 0.0)
     outputs = partition.assemble(cover, lambda i: chosen.get(id(i)))
-    return make_graph(graph.inputs, outputs, graph.input_names, graph.output_names, graph.name)
+    found = make_graph(graph.inputs, outputs, graph.input_names, graph.output_names, graph.name)
+    return fuse_graph(found, machine) if plan.thread_graphs else found
 
 
 def _resize(piece: Piece, segment: Segment | None, machine: Machine) -> Instance:

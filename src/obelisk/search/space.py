@@ -28,6 +28,7 @@ class Space:
         window: most program operators that one kernel may cover.
         online_softmax: offer running maxima where the program exponentiates.
         split_reductions: offer grids that split a reduced axis, with a second kernel that combines.
+        thread_graphs: make chains of elementwise operators and row reductions thread graphs.
         values: most values kept in the bank of one skeleton.
         descents: skeletons of a segment whose sizes are refined.
         keep: most candidates returned, the input graph included.
@@ -38,6 +39,7 @@ class Space:
     window: int = 16
     online_softmax: bool = True
     split_reductions: bool = True
+    thread_graphs: bool = True
     values: int = 600
     descents: int = 8
     keep: int = 12
