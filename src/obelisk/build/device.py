@@ -17,6 +17,7 @@ from obelisk.lower.cuda import CudaModule, Place
 
 STATIC_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no permission
 COUNTER_BYTES = 4
+EARLY_LAUNCH = 9  # compute capability from which a launch may begin before the last has ended
 
 
 def driver() -> Any:
@@ -72,6 +73,14 @@ class CudaLibrary:
                     f"asking for {kernel.shared} bytes of shared memory",
                 )
             self._functions.append(function)
+        device = check(cu.cuCtxGetDevice(), "finding the device")
+        major = check(
+            cu.cuDeviceGetAttribute(
+                cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device
+            ),
+            "asking for the compute capability",
+        )
+        self._early = major >= EARLY_LAUNCH
         self._counters = module.scratch_bytes
         self.scratch_bytes = module.scratch_bytes + COUNTER_BYTES * max(1, module.counters)
 
@@ -117,12 +126,22 @@ class CudaLibrary:
         config.gridDimX, config.gridDimY, config.gridDimZ = kernel.blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
         config.sharedMemBytes = kernel.shared
+        attributes = []
+        if self._early:
+            # Every kernel waits in its first statement for the one ahead of it.
+            attribute = cu.CUlaunchAttribute()
+            attribute.id = (
+                cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
         if kernel.cluster > 1:
             attribute = cu.CUlaunchAttribute()
             attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             attribute.value.clusterDim.x = kernel.cluster
             attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         return (config, self._functions[number]), (pointers, values)
 
     def issue(self, bound: Sequence[tuple[Any, Any]], stream: int) -> None:

@@ -78,6 +78,11 @@ def combining(
         assert j is not None
         maps[i] = [first.stores[j].omap[a] for a in kept]
         maps[i] = [None if m is not None and first.info.shapes[j][m] == 1 else m for m in maps[i]]
+    if not shared and second.grid == (tuple(first.grid[a] for a in kept) or (1,)):
+        same = all(list(n.attrs.imap) == (maps[n.attrs.index] or [None]) for n in second.loads)
+        if same:  # it is cut like the first already
+            coordinates = tuple((a, 1) for a in kept) or ((split, -1),)
+            return Ending(split, second, coordinates)
     try:
         return _ending(first, second, split, kept, maps, first.grid[split] if shared else 1)
     except (Infeasible, UserError):

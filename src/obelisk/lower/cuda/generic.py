@@ -363,6 +363,7 @@ class _Emitter:
             params.append("char *spill")
         self.line(f'extern "C" __global__ void __launch_bounds__({self.style.threads})')
         self.open(f"{entry}({', '.join(params)})")
+        self.line("ob_begin();")
         self.line("const int thread = threadIdx.x;")
         self.line("const int block = blockIdx.x;")
         if self.style.spilled:

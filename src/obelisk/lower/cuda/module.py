@@ -162,6 +162,7 @@ class _Lowering:
             runtime("scalar.cuh", "fragment.cuh"),
             f'extern "C" __global__ void __launch_bounds__({work.threads}, {resident})',
             f"obelisk_kernel({', '.join(params)}) {{",
+            "  ob_begin();",
             "  const int thread = threadIdx.x, lane = thread & 31;",
         ]
         if shared:
@@ -338,5 +339,5 @@ def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
         CudaOptions(column_warps=2),
         CudaOptions(column_warps=4),
         CudaOptions(column_warps=4, groups=4),
-        CudaOptions(clusters=False),
+        CudaOptions(clusters=True),
     ]

@@ -39,7 +39,7 @@ class CudaOptions:
     loop_scale: int = 0
     fuse_combine: bool = True
     resident: int = 0
-    clusters: bool = True
+    clusters: bool = False
     threads: int = 256
 
 

@@ -278,16 +278,9 @@ class Values:
             part = self.value(x, layout)
         if peak is not None:
             decay = self.decay[node.inputs[1]]
-            # Once the maximum is found, most iterations have nothing to scale.
-            cells = [""]
-            for a in decay.axes:
-                cells = [f"{c}[{r}]" for c in cells for r in range(layout.dim(a).registers)]
-            moved = " || ".join(f"{decay.name}{c} != 1.0f" for c in cells)
-            text.open(f"if (__any_sync(0xffffffffu, {moved}))")
             self.nest(text, axes, layout)
             text.line(f"{self.at(state)} *= {self.at(decay)};")
             self.unnest(text, axes)
-            text.close()
         if part is None:
             self.multiply(x, state, text, False)
         else:

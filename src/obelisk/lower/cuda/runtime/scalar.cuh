@@ -107,3 +107,11 @@ template <class F, class T> OB_DEVICE T ob_warp_fold(T v) {
   for (int d = 16; d; d >>= 1) v = F::join(v, __shfl_xor_sync(0xffffffffu, v, d));
   return v;
 }
+
+// First statement of every kernel: a launch may begin before the one ahead of it in the stream has
+// ended; from here on that one's results are there, and the next launch may begin.
+OB_DEVICE void ob_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
