@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,14 @@ def largest_error(got: Any, expected: Any) -> float:
 
 
 def compiled(
-    graphs: Sequence[Graph], options: CpuOptions | None = None
+    graphs: Sequence[Graph], options: CpuOptions | None = None, vector_bytes: int = 0
 ) -> list[tuple[Graph, Library]]:
-    """Every graph as a loaded library; a graph that does not compile fails the test."""
-    modules = [lower_cpu(g, host(), options or CpuOptions()) for g in graphs]
+    """Every graph as a loaded library; a graph that does not compile fails the test.
+
+    `vector_bytes` stands in for the machine's own register width.
+    """
+    machine = replace(host(), vector_bytes=vector_bytes) if vector_bytes else host()
+    modules = [lower_cpu(g, machine, options or CpuOptions()) for g in graphs]
     out = []
     built = compile_many([m.source for m in modules])
     for graph, module, answer in zip(graphs, modules, built, strict=True):
@@ -82,11 +87,12 @@ def check(
     threads: int = 2,
     seed: int = 0,
     relative: float | None = None,
+    vector_bytes: int = 0,
 ) -> None:
     """Compile all graphs and compare each with the interpreter: f32 against float64, narrower types
     against the interpreter's working precision.
     """
-    for i, (graph, library) in enumerate(compiled(graphs, options)):
+    for i, (graph, library) in enumerate(compiled(graphs, options, vector_bytes)):
         arrays = inputs[i] if inputs is not None else random_inputs(graph, seed)
         # Where strides let elements share memory, the values are what memory then holds.
         arrays = [

@@ -178,6 +178,15 @@ def test_every_option_gives_the_same_values() -> None:
         check(graphs, options=options)
 
 
+@pytest.mark.parametrize("width", [16, 64])
+def test_any_vector_width(width: int) -> None:
+    """Registers of 4 and of 16 lanes: the same values, on extents shorter and longer than a
+    vector.
+    """
+    graphs = [attention(2, 33, 16, 77, 24, (2, 4), 5, True), gated(5, 300, 77, 5, 7), structural()]
+    check(graphs, vector_bytes=width)
+
+
 def test_online_softmax_is_safe() -> None:
     """Scores of a thousand, and rows that are masked to -inf in the first tiles, give finite
     results.

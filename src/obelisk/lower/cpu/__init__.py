@@ -21,7 +21,6 @@ from obelisk.machine.description import Machine, MachineKind
 
 ARENA_LIMIT = 1 << 28  # bytes of fast memory per thread: beyond this a tile is no tile
 SCRATCH_LIMIT = 1 << 36  # bytes between kernels
-MAX_THREADS = 256
 STREAM_SUMS, STREAM_DEPTH, STREAM_GAP = 16384, 6, 16  # OB_SUMS, OB_SK, OB_GAP of blocking.h
 STREAM_WIDTH = 192  # OB_STREAM_COLUMNS
 STREAM_DOUBT = 12  # rows from which packing may be as good as streaming
@@ -67,6 +66,7 @@ def cpu_program(graph: Graph, machine: Machine, options: CpuOptions = DEFAULT) -
         raise Infeasible(
             f"{machine.name} is a {machine.kind} machine; the CPU target cannot serve it"
         )
+    options = options.on(machine)
     program = tile_program(graph, _rules(machine, options), machine.cores)
     if program.scratch > SCRATCH_LIMIT:
         raise Infeasible(
@@ -80,9 +80,9 @@ def lower_cpu(graph: Graph, machine: Machine, options: CpuOptions = DEFAULT) -> 
     limit.
     """
     program = cpu_program(graph, machine, options)
-    threads = min(MAX_THREADS, options.max_threads or max(1, machine.cores))
-    source = emit_program(program, options, machine.vector_bytes // 4, threads)
-    scratch = program.scratch + threads * arena_stride(program)
+    options = options.on(machine)
+    source = emit_program(program, options, machine.vector_bytes // 4)
+    scratch = program.scratch + options.max_threads * arena_stride(program)
     notes = (
         f"{len(program.calls)} calls of {len(program.kernels)} kernels",
         f"{program.scratch} bytes between kernels (bound {program.scratch_bound})",

@@ -43,14 +43,14 @@ def runtime(name: str) -> str:
     return files("obelisk.lower.cpu").joinpath("runtime", name).read_text(encoding="utf-8")
 
 
-def prelude(program: TileProgram, options: CpuOptions, lanes: int, threads: int) -> str:
+def prelude(program: TileProgram, options: CpuOptions, lanes: int) -> str:
     """Sizes, then the runtime's files; product code only for the types in use."""
     kinds = sorted(
         {s.dtype.value for k in program.kernels for s in statements(k) if isinstance(s, Product)}
     )
     sizes = {
         "OB_LANES": lanes,
-        "OB_MAX_THREADS": threads,
+        "OB_MAX_THREADS": options.max_threads,
         "OB_SPIN_MICROSECONDS": options.spin_microseconds,
         "OB_MR": options.rows,
         "OB_NV": options.vectors,
@@ -309,13 +309,13 @@ def block_work(kernel: Kernel) -> int:
     return total
 
 
-def emit_program(program: TileProgram, options: CpuOptions, lanes: int, threads: int) -> str:
+def emit_program(program: TileProgram, options: CpuOptions, lanes: int) -> str:
     """The translation unit."""
     style = ChainStyle(lanes, options.unroll)
     parts = [
         f"/* Obelisk: tile program {program.digest}; "
         f"{len(program.calls)} calls of {len(program.kernels)} kernels. */",
-        prelude(program, options, lanes, threads),
+        prelude(program, options, lanes),
         "",
         *(emit_kernel(k, i, style) + "\n" for i, k in enumerate(program.kernels)),
     ]
@@ -327,11 +327,11 @@ def emit_program(program: TileProgram, options: CpuOptions, lanes: int, threads:
         f"  ob_blocks calls[{max(1, len(program.calls))}];",
         "} ob_frame;",
         "",
-        *_graph(program, threads),
+        *_graph(program, options.max_threads),
         '__attribute__((visibility("default")))',
         "int obelisk_run(void *const *inputs, void *const *outputs, void *scratch, int threads) {",
         "  ob_frame frame = {.inputs = inputs, .outputs = outputs, .scratch = scratch};",
-        f"  const int useful = {useful_threads(program, threads)};",
+        f"  const int useful = {useful_threads(program, options.max_threads)};",
         "  ob_pool_run(threads < useful ? threads : useful, ob_graph, &frame);",
         "  return 0;",
         "}",
