@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from obelisk.plan.layout import CacheLayout, WeightLayout
 
 FORMAT = "obelisk-plan"
 VERSION = 1
+_DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError, ValueError, OSError, EOFError, RuntimeError)
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -158,7 +160,7 @@ def read_plan(path: str | Path) -> Plan:
         with zipfile.ZipFile(target) as archive:
             data = json.loads(archive.read("plan.json"))
             source, binary = archive.read("kernel.c").decode(), archive.read("kernel.so")
-    except (zipfile.BadZipFile, KeyError, ValueError, OSError, EOFError) as error:
+    except _DAMAGE as error:
         raise ParseError(f"{path} is no plan, or a damaged one: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ParseError(f"{path} is no plan: its format is not {FORMAT!r}")

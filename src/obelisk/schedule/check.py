@@ -11,7 +11,9 @@ Obligations, for steps in a row (two are expanded, so that hazards between steps
    C counts them on one variable.
 5. Happens-before: every two accesses of one memory cell of which one writes are ordered by program
    order, barriers and *full* waits (a wait for fewer signals than there are orders nothing).
-6. Values: every read finds, in memory, what the defining order of tasks says it must find. This is
+6. Aliases: a task writes no memory that it also reads, but a value that it updates in place (its
+   body reads its inputs to the end).
+7. Values: every read finds, in memory, what the defining order of tasks says it must find. This is
    what rejects a page that is reused early.
 
 Happens-before is decided with vector clocks; without a race in one execution there is none in any.
@@ -20,7 +22,7 @@ Happens-before is decided with vector clocks; without a race in one execution th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +39,7 @@ Array = Any
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One broken obligation: which (`completeness`, `capacity`, `progress`, `epoch`, `race`,
-    `value`), and where.
+    `alias`, `value`), and where.
     """
 
     rule: str
@@ -70,6 +72,8 @@ class _Memory:
     def __init__(self, schedule: Schedule) -> None:
         s = schedule.shape
         self.schedule, self.s = schedule, s
+        self._reads: dict[tuple[Task, int], tuple[Region, ...]] = {}
+        self._writes: dict[Task, tuple[Region, ...]] = {}
         self.cuts = self._cuts()
         n = len(self.cuts)
         caches = 2 * s.model.layers * s.batch * s.model.kv_heads
@@ -80,14 +84,27 @@ class _Memory:
         self.content = np.zeros(n + caches, np.int64)
         self.cells: dict[Region, Array] = {}
 
+    def reads(self, task: Task, core: int) -> tuple[Region, ...]:
+        """What a task reads on a core."""
+        found = self._reads.get((task, core))
+        if found is None:
+            found = self._reads[(task, core)] = task_reads(self.s, task, core)
+        return found
+
+    def writes(self, task: Task) -> tuple[Region, ...]:
+        """What a task writes."""
+        found = self._writes.get(task)
+        if found is None:
+            found = self._writes[task] = TABLE[task.kind].writes(self.s, task)
+        return found
+
     def _regions(self) -> set[Region]:
-        s = self.s
         out: set[Region] = set()
         for core, program in enumerate(self.schedule.programs):
             for item in program:
                 if isinstance(item, Run):
-                    out.update(task_reads(s, item.task, core))
-                    out.update(TABLE[item.task.kind].writes(s, item.task))
+                    out.update(self.reads(item.task, core))
+                    out.update(self.writes(item.task))
         return out
 
     def _spans(self, r: Region) -> list[tuple[int, int]]:
@@ -189,22 +206,18 @@ class _Execution:
             i.task: c for c, p in enumerate(self.schedule.programs) for i in p if isinstance(i, Run)
         }
         # The same cell structure, but every value in memory of its own.
-        held: dict[str, dict[int, int]] = {}
+        held: dict[str, Array] = {}
+        none = np.zeros(len(cells.content), np.int64)
         out: dict[tuple[int, Task], list[Array]] = {}
         self.ids: dict[tuple[int, Task], int] = {}
         for step in range(STEPS):
             for task in sequence(s):
                 core = owner.get(task, 0)
                 ident = self.ids[(step, task)] = len(self.ids) + 1
-                reads = task_reads(s, task, core)
-                out[(step, task)] = [
-                    np.array([held.get(r.value, {}).get(int(c), 0) for c in cells.where(r)])
-                    for r in reads
-                ]
-                for w in TABLE[task.kind].writes(s, task):
-                    mine = held.setdefault(w.value, {})
-                    for c in cells.where(w):
-                        mine[int(c)] = ident
+                reads = cells.reads(task, core)
+                out[(step, task)] = [held.get(r.value, none)[cells.where(r)] for r in reads]
+                for w in cells.writes(task):
+                    held.setdefault(w.value, none.copy())[cells.where(w)] = ident
         return out
 
     def _blocked(self, step: int, core: int, item: Item) -> bool:
@@ -222,15 +235,16 @@ class _Execution:
     def _run(self, step: int, core: int, task: Task) -> None:
         time, memory = self.clock.tick(core), self.memory
         ident = self.ids.get((step, task), 0)
-        writes = TABLE[task.kind].writes(self.s, task)
+        writes = memory.writes(task)
         want = self.want.get((step, task), [])
-        for region, expected in zip(task_reads(self.s, task, core), want, strict=False):
+        for region, expected in zip(memory.reads(task, core), want, strict=False):
             cells = memory.where(region)
             self._order(cells, time, core, task, region, False)
             if not np.array_equal(memory.content[cells], expected):
                 self._fault("value", f"{task} in step {step} reads {region.value} that is not the "
                             "one its producer left there")  # fmt: skip
             memory.read_time[cells, core] = time[core]
+        self._aliases(task, core, writes)
         for region in writes:
             cells = memory.where(region)
             self._order(cells, time, core, task, region, True)
@@ -238,6 +252,15 @@ class _Execution:
             memory.writer_time[cells] = time[core]
             memory.read_time[cells] = 0
             memory.content[cells] = ident
+
+    def _aliases(self, task: Task, core: int, writes: Sequence[Region]) -> None:
+        """Obligation 6."""
+        for read in self.memory.reads(task, core):
+            for write in writes:
+                if read.value != write.value and np.intersect1d(
+                    self.memory.where(read), self.memory.where(write)
+                ).size:  # fmt: skip
+                    self._fault("alias", f"{task} writes {write.value} over its own {read.value}")
 
     def _order(
         self, cells: Array, time: Array, core: int, task: Task, region: Region, write: bool
@@ -312,6 +335,5 @@ def check(schedule: Schedule, max_cores: int | None = None) -> list[Fault]:
     `max_cores` is the machine's number of cores. Never raises for a bad schedule.
     """
     faults = _structure(schedule, max_cores)
-    if any(f.rule == "capacity" for f in faults):
-        return faults  # without pages there are no cells to judge
-    return faults + _Execution(schedule).run()
+    # Without its tasks and pages there is nothing to execute.
+    return faults or _Execution(schedule).run()

@@ -16,6 +16,7 @@ from obelisk.tasks.dag import Operator, operators
 from obelisk.tasks.kinds import TABLE, MicroOp, Task, TaskKind
 from obelisk.tasks.shape import StepShape
 
+_WRITE_X = frozenset({TaskKind.O, TaskKind.DOWN, TaskKind.SAMPLE})
 _NORMS = frozenset({TaskKind.NORM_IN, TaskKind.NORM_MID, TaskKind.NORM_FINAL})
 
 
@@ -99,6 +100,9 @@ class _Builder:
             for task in tasks:
                 for name in self._groups(before, op.kind, task):
                     owners.setdefault(name, set()).add(core)
+        if op.kind in _WRITE_X and self.s.tiling.replicate_norm:
+            # A core without a tile may still be reading x for its copy of the norm: all report.
+            owners = {name: set(range(len(self.programs))) for name in owners}
         needs = [{n for t in tasks for n in self._needs(before, op.kind, t)} for tasks in placed]
         # A counter that only its own core waits for is program order: it needs no signal.
         used = {n for core, ns in enumerate(needs) for n in ns if owners[n] != {core}}

@@ -21,7 +21,8 @@ HANDOVER = 120e-9  # a cache line that another core wrote, seen by a poll
 SIGNAL = 25e-9  # an atomic addition
 CALL = 40e-9  # entering a task, its loops' ends
 SPECIAL_CYCLES = 2.5  # an exponential, per element, in vectors
-CONVERT_CYCLES = {4: 0.0, 2: 0.25, 1: 0.3}  # widening a weight, per element of a vector of 8
+VECTOR_CYCLES = {4: 0.6, 2: 1.1, 1: 1.4}  # loading, widening and multiplying a vector of weights
+CHUNK_CYCLES = 2.0  # the input's vector and the loop, for each chunk of a panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,11 @@ def task_seconds(s: StepShape, task: Task, machine: Machine, position: int) -> f
             case MicroOp.STREAM:
                 stream += m.amount / memory
                 if task.kind is not TaskKind.ATTEND:
-                    wide = m.amount / s.work.weights.nbytes
-                    compute += wide * CONVERT_CYCLES[s.work.weights.nbytes] / machine.clock
+                    vectors = m.amount / s.work.weights.nbytes / machine.lanes
+                    each = VECTOR_CYCLES[s.work.weights.nbytes] + CHUNK_CYCLES / s.tiling.panel
+                    compute += vectors * each * (s.batch + 1) / 2 / machine.clock
             case MicroOp.MULTIPLY:
-                compute += m.amount / flops
+                compute += m.amount / flops if task.kind is TaskKind.ATTEND else 0.0
             case MicroOp.SPECIAL:
                 compute += m.amount * SPECIAL_CYCLES / machine.clock
             case MicroOp.REDUCE:

@@ -115,7 +115,7 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
-        return asdict(self)
+        return {**asdict(self), "eos": list(self.eos)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> ModelConfig:

@@ -30,7 +30,6 @@ class Tiling:
         qkv, o, up, down, head: tasks that each product is cut into (0: one for each core).
         kv_splits: pieces that a slot's context is attended in.
         cores: cores in use.
-        prefetch: bytes that a product asks for ahead of its stream (0: left to the hardware).
     """
 
     panel: int = 4
@@ -43,7 +42,6 @@ class Tiling:
     head: int = 0
     kv_splits: int = 1
     cores: int = 1
-    prefetch: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object of the fields."""

@@ -101,7 +101,7 @@ def _defines(schedule: Schedule, weights: WeightLayout, counters: int) -> list[s
         "GROUP": m.group, "KV_HEADS": m.kv_heads, "HEAD_DIM": m.head_dim,
         "GROUP_ROWS": s.group_rows, "FFN": m.ffn, "VOCAB": m.vocab, "CONTEXT": s.work.context,
         "EPS": f"{m.eps!r}f", "SCALE": f"{m.head_dim ** -0.5!r}f", "PANEL": t.panel,
-        "SPLITS": t.kv_splits, "PREFETCH": t.prefetch, "FORMAT": _BITS[s.work.weights],
+        "SPLITS": t.kv_splits, "FORMAT": _BITS[s.work.weights],
         "COUNTERS": max(1, counters), "HEAD_TILES": tiles,
         "TOKEN_STRIDE": pages["token"].stride, "AT_TOKEN": pages["token"].offset,
         "X_STRIDE": pages["x"].stride, "Q_STRIDE": pages["q"].stride,
