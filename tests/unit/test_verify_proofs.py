@@ -107,6 +107,33 @@ def test_extents_of_short_tiles_are_never_taken_for_full_ones() -> None:
     assert candidate.outputs[0].shape == program.outputs[0].shape
 
 
+def test_a_slice_is_never_taken_for_the_dim_that_short_tiles_cut() -> None:
+    (x,) = xs = inputs((4, 11))
+    bb = BlockBuilder((3,))
+    bb.store(b.sum(bb.load(x, (1,)), 1), (None,), reduce=Reduce.SUM)
+    whole = make_graph(xs, bb.launch())
+    assert Prover().prove(make_graph(xs, [b.sum(x, 1)]), whole).joined
+    for start, stop in ((0, 4), (0, 10), (4, 11), (1, 11)):
+        part = make_graph(xs, [b.sum(b.slice(x, 1, start, stop), 1)])
+        assert not Prover().prove(part, whole).joined
+        assert not Prover().prove(whole, part).joined
+
+
+@pytest.mark.parametrize(("parts", "loop"), [(4, 4), (3, 5), (7, 2), (2, 9), (11, 3)])
+def test_tiles_that_outnumber_the_elements_prove_nothing_false(parts: int, loop: int) -> None:
+    """Cuts of 7 elements into more places than there are: blocks and iterations that are empty."""
+    x, y = xs = inputs((7, 3), (7, 3))
+    bb = BlockBuilder((parts,), loop)
+    tx, ty = bb.load(x, (0,), 0), bb.load(y, (0,), 0)
+    bb.store(b.tanh(tx) * ty, (0,), fmap=0)
+    (out,) = bb.launch()
+    prover = Prover()
+    for wrong in (b.tanh(y) * x, b.tanh(x) + y, b.tanh(x) * b.slice(b.concat([y, y], 0), 0, 1, 8)):
+        assert not prover.prove(make_graph(xs, [wrong]), make_graph(xs, [out])).joined
+    right = prover.prove(make_graph(xs, [b.tanh(x) * y]), make_graph(xs, [out]))
+    assert right.joined or "look alike" in right.detail
+
+
 def test_rows_and_columns_of_one_input_are_told_apart() -> None:
     """The Gram matrix reads one dim by two digits at once: a transpose must not be lost."""
     x, y = xs = inputs((5, 3), (5, 3))

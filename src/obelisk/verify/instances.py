@@ -24,6 +24,7 @@ from obelisk.ir.resize import blocks_of, resize
 _TILES = (3, 5, 7, 2, 11)
 _SMALL = 64  # a program with no dim above this and few elements is small enough as it is
 _ELEMENTS = 1 << 14
+_LIGHT = 200_000  # work of an instance that is worth looking for
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ class Sampler:
                 continue
             if ragged and not (is_ragged(other) or is_ragged(small)):
                 continue
+            if attempt < first + attempts // 2 and work_of(small) + work_of(other) > _LIGHT:
+                continue  # another draw is likely to be smaller
             return Instance(small, other, ragged, False)
         return None
 

@@ -226,7 +226,8 @@ class _Namer:
             for source, at in leaves:
                 for d, index in enumerate(at):
                     if (source, d) in clipped:
-                        changed |= self._cut_alike(index, clipped[(source, d)])
+                        full = self.translator.extents[(source, d)]
+                        changed |= self._cut_alike(index, clipped[(source, d)], full)
                     else:
                         changed |= self._cut_at(index, sorted(bounds.get((source, d), ())))
 
@@ -242,13 +243,13 @@ class _Namer:
                     break
         return changed
 
-    def _cut_alike(self, index: Index, strides: list[tuple[int, int]]) -> bool:
-        """Split a whole dim's digit as short tiles split it elsewhere."""
+    def _cut_alike(self, index: Index, strides: list[tuple[int, int]], full: int) -> bool:
+        """Split the digit of a whole dim of extent `full` as short tiles split it elsewhere."""
         digits = index.resolved().digits
         if index.offset or len(digits) != 1 or digits[0][0] != 1 or digits[0][1].clipped:
             return False
         var = digits[0][1]
-        if not len(strides) > 1 or var.extent > sum(s * (n - 1) for s, n in strides) + 1:
+        if var.extent != full:  # a part of the dim, which the short tiles' digits do not fit
             return False
         self.translator.cut(var, strides)
         return True

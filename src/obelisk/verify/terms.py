@@ -172,6 +172,7 @@ class Translator:
     def __init__(self) -> None:
         self.count = 0
         self.memo: dict[object, Term] = {}
+        self.extents: dict[tuple[int, int], int] = {}  # of input dims that are read
         self.families: list[tuple[Var, ...]] = []  # digits that share one clipped range
 
     def var(self, extent: int, clipped: bool = False) -> Var:
@@ -232,6 +233,8 @@ class Translator:
     def _value(self, node: Node, at: Indices, scope: _Scope | None) -> Term:
         match node.op:
             case Op.INPUT:
+                for d, n in enumerate(node.shape):
+                    self.extents[(node.attrs.index, d)] = n
                 return Term("in", source=node.attrs.index, at=at)
             case Op.CONST:
                 return num(node.attrs.value)
@@ -388,6 +391,8 @@ class Translator:
         self, index: Index, full: int, tile: int, parts: int, turns: int
     ) -> tuple[Index, Index, Index]:
         """Block, iteration and place of a position in a dim that blocks and iterations lay out."""
+        if full == 1:
+            return ZERO, ZERO, ZERO  # the first place of the first block, whatever the cut
         if parts * turns == 1:
             return ZERO, ZERO, index
         if tile * parts * turns == full:
@@ -396,6 +401,8 @@ class Translator:
             return block, turn, low
         chunk = ceil_div(full, parts)
         wanted = [(chunk, parts), (tile, turns), (1, tile)]
+        if len({w for w in wanted if w[1] > 1}) < sum(n > 1 for _, n in wanted):
+            raise Unprovable("two digits of short tiles look alike")
         digits = index.resolved().digits
         if len(digits) == 1 and index.offset == 0:
             (stride, var) = digits[0]
@@ -403,7 +410,11 @@ class Translator:
                 self.cut(var, wanted)
                 digits = index.resolved().digits
         found = {(s, v.extent): Index(0, ((1, v),)) for s, v in digits if v.clipped}
-        if index.offset or set(found) != {w for w in wanted if w[1] > 1}:
+        if (
+            index.offset
+            or len(found) < len(digits)
+            or set(found) != {w for w in wanted if w[1] > 1}
+        ):
             raise Unprovable("short tiles are read through another cut")
         block, turn, low = (found.get(w, ZERO) for w in wanted)
         return block, turn, low
