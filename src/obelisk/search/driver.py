@@ -157,6 +157,7 @@ class _Search:
                 wanted = partition.wanted()
             if not wanted:
                 return
+            wanted.sort(key=lambda i: (i.start - i.stop, i.start))  # long ones first: no long tail
             jobs = [(interval, self._job(interval)) for interval in wanted]
             try:
                 self._wait()

@@ -213,6 +213,8 @@ class Pool:
     def _dispatch(self) -> None:
         """Give tasks to the workers with the fewest."""
         for depth in range(AHEAD):
+            if depth and len(self._tasks) <= len(self._workers):
+                return  # near the end a task that waits behind another could run elsewhere
             for w in list(self._workers):
                 if w.ready and len(w.tasks) == depth and self._tasks:
                     task = self._tasks.popleft()
