@@ -12,7 +12,7 @@ from obelisk.base.digest import digest
 from obelisk.base.errors import Infeasible
 from obelisk.ir.dtype import DType
 from obelisk.ir.graph import Graph
-from obelisk.lower.cpu.emit import arena_stride, emit_program, statements
+from obelisk.lower.cpu.emit import arena_stride, emit_program, statements, streams
 from obelisk.lower.cpu.options import CpuModule, CpuOptions
 from obelisk.lower.program import tile_program
 from obelisk.lower.schedule import Rules
@@ -22,7 +22,6 @@ from obelisk.machine.description import Machine, MachineKind
 ARENA_LIMIT = 1 << 28  # bytes of fast memory per thread: beyond this a tile is no tile
 SCRATCH_LIMIT = 1 << 36  # bytes between kernels
 STREAM_SUMS, STREAM_DEPTH, STREAM_GAP = 16384, 6, 16  # OB_SUMS, OB_SK, OB_GAP of blocking.h
-STREAM_WIDTH = 192  # OB_STREAM_COLUMNS
 STREAM_DOUBT = 12  # rows from which packing may be as good as streaming
 DEFAULT = CpuOptions()
 
@@ -48,16 +47,16 @@ def work_elements(product: Product, options: CpuOptions, lanes: int) -> int:
     k = product.a.sizes[-1]
     w = lanes // 2 if product.dtype is DType.F64 else lanes
     nr = w * options.vectors
-    whole = product.c.shape[-1].split is None  # a short tile may be too narrow to stream
     few, pair = min(m, options.stream_rows), 2 * w
     streamed = min(few * n, STREAM_SUMS) + few * (pair + STREAM_GAP + STREAM_DEPTH) + STREAM_GAP
-    if m <= options.stream_rows and n >= STREAM_WIDTH and product.b.strides[-1] == 1 and whole:
+    way = streams(product, options)
+    if way:
         return streamed
     deep = min(k, options.depth)
     wide = -(-min(n, options.block_columns) // nr) * nr + nr
     rows = -(-min(m, options.block_rows) // options.rows) * options.rows
-    # A short tile may have few enough rows for the streamed way.
-    return max(streamed, deep * wide + deep * rows)
+    packed = deep * wide + deep * rows
+    return packed if way is False else max(streamed, packed)
 
 
 def cpu_program(graph: Graph, machine: Machine, options: CpuOptions = DEFAULT) -> TileProgram:

@@ -16,6 +16,7 @@ import numpy as np
 from obelisk.ir.dtype import DType
 from obelisk.ir.op import Op
 from obelisk.lower.cpu.names import CTYPE, extent, pointer
+from obelisk.lower.cpu.options import CpuOptions
 from obelisk.lower.tile import Buffer, Chain, Kernel, Mode, Scalar, Write
 
 _ARITH = {Op.ADD: "+", Op.SUB: "-", Op.MUL: "*", Op.DIV: "/"}
@@ -407,12 +408,12 @@ class _Emitter:
 
 @dataclass(frozen=True, slots=True)
 class ChainStyle:
-    """Lanes of a vector and unrolling of folds."""
+    """Lanes of an f32 vector, and the options."""
 
     lanes: int
-    unroll: int
+    options: CpuOptions
 
 
 def emit_chain(kernel: Kernel, chain: Chain, number: int, style: ChainStyle) -> list[str]:
     """The C lines of a chain, as a block of their own."""
-    return _Emitter(kernel, chain, number, style.lanes, style.unroll).run()
+    return _Emitter(kernel, chain, number, style.lanes, style.options.unroll).run()

@@ -28,6 +28,7 @@ from obelisk.lower.tile import (
     View,
 )
 
+STREAM_COLUMNS = 192  # OB_STREAM_COLUMNS of runtime/blocking.h
 SMALL_WORK = 100_000  # scalar operations, some microseconds: waking a worker costs as much
 
 _PART = """
@@ -99,7 +100,19 @@ def statements(kernel: Kernel) -> tuple[Statement, ...]:
     return (*kernel.before, *kernel.body, *kernel.after)
 
 
-def _product(kernel: Kernel, s: Product) -> list[str]:
+def streams(s: Product, options: CpuOptions) -> bool | None:
+    """Whether the product routine streams its right operand; None where run-time extents decide.
+
+    Mirrors `ob_product` of runtime/product.h. A way that no product takes is not compiled.
+    """
+    m, n, k = s.c.shape[-2], s.c.shape[-1], s.a.shape[-1]
+    if any(e.split is not None for e in (m, n, k)):
+        return None
+    few = m.size <= options.stream_rows and n.size >= STREAM_COLUMNS
+    return few and s.b.strides[-1] == 1
+
+
+def _product(kernel: Kernel, s: Product, options: CpuOptions) -> list[str]:
     """Calls of the product routine, in loops over the batch dims."""
     rank = len(s.c.shape)
     ctype = CTYPE[s.dtype]
@@ -125,10 +138,12 @@ def _product(kernel: Kernel, s: Product) -> list[str]:
     m, n, k = extent(s.c.shape[-2]), extent(s.c.shape[-1]), extent(s.a.shape[-1])
     assert s.work is not None
     work = pointer(kernel, s.work, 0, ())
+    way = {None: "product", True: "streamed", False: "packed"}[streams(s, options)]
+    columns = "" if way == "streamed" else f"{s.b.strides[-1]}, "
     lines.append(
-        f"{indent}ob_product_{s.dtype}({m}, {n}, {k}, "
+        f"{indent}ob_{way}_{s.dtype}({m}, {n}, {k}, "
         f"{at(s.a, 'a')}, {s.a.strides[-2]}, {s.a.strides[-1]}, "
-        f"{at(s.b, 'b')}, {s.b.strides[-2]}, {s.b.strides[-1]}, {at(s.c, 'c')}, {s.c.strides[-2]}, "
+        f"{at(s.b, 'b')}, {s.b.strides[-2]}, {columns}{at(s.c, 'c')}, {s.c.strides[-2]}, "
         f"{add}, {work});"
     )
     for _ in batch:
@@ -141,7 +156,7 @@ def _product(kernel: Kernel, s: Product) -> list[str]:
 def _statement(kernel: Kernel, s: Statement, number: int, style: ChainStyle) -> list[str]:
     if isinstance(s, Chain):
         return emit_chain(kernel, s, number, style)
-    return _product(kernel, s)
+    return _product(kernel, s, style.options)
 
 
 def emit_kernel(kernel: Kernel, number: int, style: ChainStyle) -> str:
@@ -311,7 +326,7 @@ def block_work(kernel: Kernel) -> int:
 
 def emit_program(program: TileProgram, options: CpuOptions, lanes: int) -> str:
     """The translation unit."""
-    style = ChainStyle(lanes, options.unroll)
+    style = ChainStyle(lanes, options)
     parts = [
         f"/* Obelisk: tile program {program.digest}; "
         f"{len(program.calls)} calls of {len(program.kernels)} kernels. */",
