@@ -48,6 +48,7 @@ lint: $(BASE)
 
 bench: $(TORCH)
 	$(BIN)/obelisk bench --json bench/results/cpu.json
+	$(BIN)/python bench/readme_table.py
 
 fuzz: $(BASE)
 	$(BIN)/python -m tests.fuzz --seed $$(date +%s) --count 200

@@ -2,7 +2,8 @@
 
     python bench/readme_table.py [bench/results/cpu.json]
 
-Prints the table; a test checks that the README holds exactly this text, so no figure was typed.
+Writes the table into the README between its two marks; a test checks that it holds exactly this
+text, so no figure was typed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
+README = Path(__file__).parents[1] / "README.md"
+MARKS = ("<!-- measured: written by `make bench` -->\n", "<!-- end -->\n")
+BUSY = 0.5  # load average above which a measurement is not worth a claim
 COLUMNS = ("op_by_op", "numpy", "torch", "torch.compile", "torch.sdpa")
 
 
@@ -55,12 +59,21 @@ def table(data: dict[str, Any]) -> str:
         f"{mean('geomean_all')} over all, {mean('geomean_published')} over the nine published "
         f"programs, least {mean('worst')}; over the programs' own op-by-op kernels "
         f"{mean('geomean_over_op_by_op')}. `{data['command']}`, commit {data['commit']}, "
-        f"{data['date'][:10]}, {where.get('machine')}; {where.get('compiler')}, "
+        f"{data['date'][:10]}, {where.get('machine')}, load average "
+        f"{where.get('load average before')} before the first; {where.get('compiler')}, "
         f"numpy {where.get('numpy')}."
     )
+    if float(where.get("load average before", 0)) > BUSY:
+        text += (
+            " **The machine was busy with other work: these ratios are no claim** (libraries that "
+            "wait for all their threads suffer more from it than the generated kernels do)."
+        )
     return "\n".join([*lines, "", text, ""])
 
 
 if __name__ == "__main__":
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    sys.stdout.write(table(json.loads(source.read_text())))
+    text = README.read_text(encoding="utf-8")
+    head, mark, rest = text.partition(MARKS[0])
+    _, end, tail = rest.partition(MARKS[1])
+    README.write_text(head + mark + table(json.loads(source.read_text())) + end + tail, "utf-8")
