@@ -16,7 +16,7 @@ from obelisk.verify.prove import Prover
 SEEDS = st.integers(0, 10**6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SEEDS)
 def test_a_graph_equals_itself(seed: int) -> None:
     graph = kernel_graph(seed, dims=SMALL)
@@ -24,7 +24,7 @@ def test_a_graph_equals_itself(seed: int) -> None:
     assert verdict.kind is not VerdictKind.REFUTED, str(verdict)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SEEDS)
 def test_tiled_forms_are_accepted(seed: int) -> None:
     pair = blocked_pair(seed)
@@ -32,7 +32,7 @@ def test_tiled_forms_are_accepted(seed: int) -> None:
     assert verdict.accepted, str(verdict)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SEEDS)
 def test_changed_tiled_forms_are_refuted_and_never_joined(seed: int) -> None:
     pair = blocked_pair(seed)

@@ -51,7 +51,8 @@ class _Single(NumpyAlgebra):
         super().__init__(Precision.WORKING)
 
     def _held(self, x: Array, dtype: DType) -> Array:
-        return x.astype(np.float32)
+        with np.errstate(over="ignore"):
+            return x.astype(np.float32)
 
     def settle(self, value: Array, dtype: DType, block: bool) -> Array:
         return super().settle(value, dtype, True)

@@ -89,6 +89,7 @@ class Sampler:
     def __init__(self, program: Graph, candidate: Graph, seed: int) -> None:
         self.program, self.candidate = program, candidate
         self.rng = random.Random(seed)
+        self.seen: set[tuple[Shape, ...]] = set()
         self.classes = dim_classes(program)
         self.blocks = list(dict.fromkeys([*blocks_of(program), *blocks_of(candidate)]))
         own = dim_classes(candidate) if self.blocks else self.classes
@@ -125,8 +126,11 @@ class Sampler:
                 continue
             if ragged and not (is_ragged(other) or is_ragged(small)):
                 continue
+            if tuple(plan[0]) in self.seen and attempt < first + attempts // 2:
+                continue
             if attempt < first + attempts // 2 and work_of(small) + work_of(other) > _LIGHT:
                 continue  # another draw is likely to be smaller
+            self.seen.add(tuple(plan[0]))
             return Instance(small, other, ragged, False)
         return None
 

@@ -25,7 +25,7 @@ from obelisk.verify.verdict import JudgeResult, Verdict, VerdictKind, refuted_ma
 _DRAWS = 2  # field draws per instance
 _FIELD_WORK, _FIELD_ELEMENTS = 600_000_000, 30_000_000  # limits of a field run at full size
 _SIZE_BOUND_OPS = frozenset({Op.SLICE, Op.RESHAPE, Op.IOTA, Op.BROADCAST})
-_NEUTRAL = frozenset({0.0, 1.0, -1.0, 2.0, 0.5, -inf})
+_NEUTRAL = frozenset({0.0, 1.0, -1.0, -inf})
 _FAULTS = (
     ObeliskError, ValueError, ArithmeticError, LookupError, TypeError, AssertionError, MemoryError,
     RecursionError,
@@ -205,7 +205,7 @@ class _Case:
             self.notes.append("floats also at full size")
         bound = "; ".join([bound_text(cases, outcomes), *self.notes])
         if proof.joined:
-            claim = "for all inputs, at every size that these cuts divide alike"
+            claim = _claim(self.v.program, self.candidate)
             return self._end(VerdictKind.PROVED, f"{claim}; also {bound}", None)
         return self._end(VerdictKind.TESTED, bound, None)
 
@@ -261,21 +261,29 @@ def size_bound(program: Graph, candidate: Graph) -> bool:
     """True when an attribute or constant may tie the graphs to their sizes, so that they may agree
     at their own sizes and nowhere else.
     """
+    return _numbers_differ(program, candidate) or any(
+        node.op in _SIZE_BOUND_OPS or (node.op in (Op.SUM, Op.REDUCE_MAX) and node.attrs.keep > 1)
+        for graph in (program, candidate)
+        for node in _all_nodes(graph)
+    )
+
+
+def _numbers_differ(program: Graph, candidate: Graph) -> bool:
+    """Whether the graphs use other constants, or only one of them asks for extents."""
     marks = []
     for graph in (program, candidate):
-        consts: set[object] = set()
-        sizes = False
-        for node in _all_nodes(graph):
-            if node.op in _SIZE_BOUND_OPS:
-                return True
-            if node.op in (Op.SUM, Op.REDUCE_MAX) and node.attrs.keep > 1:
-                return True
-            if node.op is Op.CONST:
-                value = node.attrs.value
-                consts.add(value if value == -inf else meant(value))
-            sizes = sizes or node.op is Op.SIZE
-        marks.append((consts - _NEUTRAL, sizes))
+        nodes = list(_all_nodes(graph))
+        consts = {n.attrs.value for n in nodes if n.op is Op.CONST} - _NEUTRAL
+        marks.append(({meant(v) for v in consts}, any(n.op is Op.SIZE for n in nodes)))
     return marks[0] != marks[1]
+
+
+def _claim(program: Graph, candidate: Graph) -> str:
+    """How far a proof reaches: slices and constants that stand for extents hold at one size."""
+    fixed = any(n.op is Op.SLICE for g in (program, candidate) for n in _all_nodes(g))
+    if fixed or _numbers_differ(program, candidate):
+        return "for all inputs of these sizes"
+    return "for all inputs, at every size that these cuts divide alike"
 
 
 def _field_affordable(case: Instance) -> bool:
