@@ -50,7 +50,9 @@ def sizes(skeleton: Skeleton, segment: Segment, cores: int) -> Iterator[Sizes]:
     for a in axes:
         n = extents[a]
         tiles = {1} if n <= 64 and n not in (8, 16) else {16, 24, 32, 48, 64, 96, 128}
-        choices.append(sorted({ceil_div(n, t) for t in tiles if n % t == 0} | ({1} if n <= 64 else set())))
+        choices.append(
+            sorted({ceil_div(n, t) for t in tiles if n % t == 0} | ({1} if n <= 64 else set()))
+        )
 
     def parts(i: int) -> Iterator[dict[int, int]]:
         if i == len(axes):

@@ -63,7 +63,7 @@ def replay_us(torch: Any, record: Callable[[], None], calls: int, reps: int) -> 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         record()
-    for _ in range(3):
+    for _ in range(2):
         graph.replay()
     torch.cuda.synchronize()
     out = []
@@ -153,9 +153,7 @@ class Program:
         def measure(label: str, call: Callable[..., Any], sets: Any) -> None:
             try:
                 warm(torch, lambda: [call(*s) for s in sets[:2]] and None)
-                times = replay_us(
-                    torch, lambda: [call(*s) for s in sets] and None, len(sets), FULL
-                )
+                times = replay_us(torch, lambda: [call(*s) for s in sets] and None, len(sets), FULL)
                 error = self.error(call(*sets[0]), self.references[0])
                 out[label] = {**summary(times), "error": error}
             except Exception as reason:  # a rival that does not run here is reported, not fatal
@@ -194,7 +192,7 @@ def lowered(folder: Path, name: str, limit: int) -> list[tuple[str, Any]]:
     """Distinct modules of the candidates, those with the fewest launches first."""
     from obelisk.base.errors import Infeasible
     from obelisk.ir import text
-    from obelisk.lower.cuda import lower_cuda, variants
+    from obelisk.lower.cuda import CudaOptions, lower_cuda, variants
     from obelisk.machine import find
 
     machine = find("h200")
@@ -208,14 +206,16 @@ def lowered(folder: Path, name: str, limit: int) -> list[tuple[str, Any]]:
                 continue
             slow = any("in shared memory" in n for n in module.notes)
             if number and slow:
-                continue
+                break
+            if not number and options != CudaOptions():
+                break
             label = f"{number} {options}" if number else "the program itself"
             found.setdefault(module.digest, (label, module))
 
     def rank(entry: tuple[str, Any]) -> tuple[bool, int, float]:
         module = entry[1]
         blocks = module.kernels[0].blocks * module.kernels[0].threads
-        full = machine.cores * 256
+        full = machine.cores * 384
         return (
             entry[0] != "the program itself", len(module.launches), abs(math.log(blocks / full))
         )  # fmt: skip
@@ -233,9 +233,7 @@ def worker(args: argparse.Namespace) -> None:
 
     name = args.names[0]
     begun = time.monotonic()
-    first = text.parse(
-        (Path(args.candidates) / f"{name}.txt").read_text().split(SEPARATOR)[0]
-    )
+    first = text.parse((Path(args.candidates) / f"{name}.txt").read_text().split(SEPARATOR)[0])
     modules = lowered(Path(args.candidates), name, args.limit)
     lowering = time.monotonic() - begun
     sources = list(dict.fromkeys(k.source for _, m in modules for k in m.kernels))
@@ -254,7 +252,9 @@ def worker(args: argparse.Namespace) -> None:
         built = [cubins[k.source] for k in module.kernels]
         bad = [b for b in built if not isinstance(b, Cubin)]
         if bad:
-            print(json.dumps({"end": label, "status": "not compiled", "why": str(bad[0])}), flush=True)
+            print(
+                json.dumps({"end": label, "status": "not compiled", "why": str(bad[0])}), flush=True
+            )
             continue
         library = CudaLibrary(module, [b.path for b in built])
         got = program.ours(library, QUICK)
@@ -290,7 +290,11 @@ def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
             )
             printed, said, code = child.stdout, child.stderr, child.returncode
         except subprocess.TimeoutExpired as late:
-            printed = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
+            printed = (
+                (late.stdout or b"").decode()
+                if isinstance(late.stdout, bytes)
+                else (late.stdout or "")
+            )
             said, code = "timed out", -1
         rows = [json.loads(x) for x in printed.splitlines() if x.startswith("{")]
         if code == 0:

@@ -495,7 +495,7 @@ class Fragments(Values):
             b, s, divided = found
             layout = self.right(k, n)
             if divided:
-                scale = self.derived(base_of(s), layout, "inv", "1.0f / {0}")
+                scale = self.derived(base_of(s), layout, "inv", "ob_fast_inverse({0})")
             else:
                 scale = self.at(self.value(s, layout))
         fill_a, ready_a = self.left(a, k, text, scale)
@@ -547,8 +547,10 @@ class Fragments(Values):
 
     # ---- the kernel
 
-    def copies(self, stages: Sequence[Stage], to: str, threads: int, who: str) -> list[str]:
-        """Calls that copy tiles to shared memory."""
+    def copies(
+        self, stages: Sequence[Stage], to: str, threads: int, who: str, ahead: bool = False
+    ) -> list[str]:
+        """Calls that copy tiles to shared memory; `ahead`: that only ask for them in L2."""
         out = []
         for s in stages:
             strides, moves = self.load_moves(s.node)
@@ -557,7 +559,12 @@ class Fragments(Values):
             base = self.param_names[s.node.attrs.index] + (f" + {start}" if start else "")
             rows, columns = self.part(s.rows), self.part(s.inner)
             sizes = f"{s.height}, {s.width}, {s.stride}, {threads}"
-            if s.fast:
+            if ahead:
+                out.append(
+                    f"ob_prefetch_tile<{s.height}, {s.width}, {threads}>({base}, "
+                    f"{step[s.rows]}ll, {rows}, {columns}, {who});"
+                )
+            elif s.fast:
                 full = (rows, columns) == (str(s.height), str(s.width))
                 out.append(
                     f"ob_copy_tile<{sizes}, {str(full).lower()}>({to} + {s.offset}, {base}, {step[s.rows]}ll, {rows}, "
@@ -569,6 +576,29 @@ class Fragments(Values):
                     f"{step[s.inner]}ll, {rows}, {columns}, {who});"
                 )
         return out
+
+    def prefetch(self) -> list[str]:
+        """Lines that ask for the first tiles in L2 before the launch ahead has ended."""
+        t = Text()
+        t.open()
+        for line in self.split_lines(False):
+            t.line(line)
+        fixed = [s for s in self.stages.values() if s.fast and not s.loop]
+        moving = [s for s in self.stages.values() if s.fast and s.loop]
+        for line in self.copies(fixed, "", self.threads, "thread", ahead=True):
+            t.line(line)
+        for step in range(self.ahead if moving else 0):
+            t.open()
+            t.line(f"const int it = group + {step * self.groups};")
+            t.open(f"if (it < {self.block.loop})")
+            for line in self.split_lines(True):
+                t.line(line)
+            for line in self.copies(moving, "", self.group_threads, "member", ahead=True):
+                t.line(line)
+            t.close()
+            t.close()
+        t.close()
+        return t.lines
 
     def build(self) -> None:
         """Print all values on demand of the stores."""

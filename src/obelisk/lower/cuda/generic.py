@@ -356,7 +356,7 @@ class _Emitter:
         params = []
         for b in kernel.buffers:
             if b.kind is BufferKind.PARAM:
-                params.append(f"const {CTYPE[b.dtype]} *__restrict__ {b.name}")
+                params.append(f"const {CTYPE[b.dtype]} *{b.name}")
             elif b.kind is BufferKind.RESULT:
                 params.append(f"{CTYPE[b.dtype]} *{b.name}")
         if self.style.spilled:

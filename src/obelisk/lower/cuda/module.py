@@ -153,7 +153,7 @@ class _Lowering:
             return False
         results = [*source.results, *(after[1].results if after else ())]
         params = [
-            *(f"const {CTYPE[o.dtype]} *__restrict__ in{i}" for i, o in enumerate(source.params)),
+            *(f"const {CTYPE[o.dtype]} *in{i}" for i, o in enumerate(source.params)),
             *(f"{CTYPE[o.dtype]} *out{j}" for j, o in enumerate(results)),
             *(["unsigned *counters"] if counters else []),
         ]
@@ -162,7 +162,6 @@ class _Lowering:
             runtime("scalar.cuh", "fragment.cuh"),
             f'extern "C" __global__ void __launch_bounds__({work.threads}, {resident})',
             f"obelisk_kernel({', '.join(params)}) {{",
-            "  ob_begin();",
             "  const int thread = threadIdx.x, lane = thread & 31;",
         ]
         if shared:
@@ -173,6 +172,9 @@ class _Lowering:
             text.append(f"  const int warp_row = member / 32 % {work.row_warps};")
             text.append(f"  const int warp_column = member / {32 * work.row_warps};")
         text += ["  " + x for x in grid_lines(block.grid, "(int)blockIdx.x")]
+        if isinstance(work, Fragments) and self.options.prefetch:
+            text += ["  " + x for x in work.prefetch()]
+        text.append("  ob_begin();")
         text += ["  " + x for x in (*lines, *extra)]
         text += ["}", ""]
         notes = (f"tiles in registers, {work.threads} threads",)
@@ -326,18 +328,43 @@ def lower_cuda(graph: Graph, machine: Machine, options: CudaOptions = DEFAULT) -
     return work.finish(notes)
 
 
+def product_rows(graph: Graph) -> int:
+    """Rows of the tallest product tile among the graph's block graphs; 0 where there is none."""
+    return max(
+        (
+            n.shape[-2]
+            for block in blocks_of(graph)
+            for n in flatten(block).body
+            if n.op is Op.MATMUL
+        ),
+        default=0,
+    )
+
+
 def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
-    """The lowering choices worth racing for a graph, the default first."""
-    return [
-        DEFAULT,
-        CudaOptions(stages=2),
-        CudaOptions(stages=3),
-        CudaOptions(groups=2),
-        CudaOptions(groups=4),
-        CudaOptions(resident=1),
-        CudaOptions(resident=2),
-        CudaOptions(column_warps=2),
-        CudaOptions(column_warps=4),
-        CudaOptions(column_warps=4, groups=4),
-        CudaOptions(clusters=True),
-    ]
+    """The lowering choices worth racing for a graph on this machine, the default first.
+
+    Tall products have warps to spread over rows; flat ones are bound by the memory they read, and
+    differ in how many tiles are in flight and how warps share them.
+    """
+    rows = product_rows(graph)
+    if rows == 0:
+        return [DEFAULT]
+    options = [DEFAULT, CudaOptions(stages=2)]
+    if rows > 16:
+        options += [CudaOptions(row_warps=8)]
+        options += [CudaOptions(row_warps=8, groups=n) for n in (8, 4, 3, 2)]
+    else:
+        options += [CudaOptions(groups=n) for n in (2, 4)]
+        options += [CudaOptions(column_warps=n) for n in (2, 4)]
+        options += [
+            CudaOptions(groups=4, column_warps=4),
+            CudaOptions(column_warps=4, stages=3),
+            CudaOptions(resident=2),
+            CudaOptions(column_warps=4, resident=2),
+            CudaOptions(groups=4, column_warps=2, resident=2),
+            CudaOptions(prefetch=False),
+        ]
+    if Feature.CLUSTERS in machine.features:
+        options.append(CudaOptions(clusters=True))
+    return options

@@ -35,7 +35,12 @@ from obelisk.lower.schedule import Operand
 
 VIEWS = (Op.RESHAPE, Op.TRANSPOSE, Op.BROADCAST)
 ACCUMULATORS = (Op.ACCUM_SUM, Op.ACCUM_MAX, Op.ACCUM_RESCALE)
-FAST = {Op.EXP: "ob_fast_exp", Op.SIGMOID: "ob_fast_sigmoid", Op.MAX: "ob_fast_max"}
+FAST = {
+    Op.SQRT: "ob_fast_sqrt",
+    Op.EXP: "ob_fast_exp",
+    Op.SIGMOID: "ob_fast_sigmoid",
+    Op.MAX: "ob_fast_max",
+}
 VECTOR_BYTES = 16
 
 
@@ -425,7 +430,7 @@ class Values:
             return ""
         if kind_of(node.inputs[1].dtype) != "f":
             return ""
-        return self.derived(base_of(node.inputs[1]), layout, "inv", "1.0f / {0}")
+        return self.derived(base_of(node.inputs[1]), layout, "inv", "ob_fast_inverse({0})")
 
     def elementwise(self, node: Node, layout: Layout, text: Text) -> Value:
         axes = layout.sorted(self.axes.known(node))

@@ -47,7 +47,19 @@ OB_DEVICE void ob_copy_tile(unsigned to, const T *from, long long stride, int ro
   }
 }
 
-// The same for any strides and alignments, element by element.
+// Ask for a tile in L2, ahead of reading it: whoever still writes it, L2 is where all meet.
+template <int ROWS, int COLUMNS, int THREADS, class T>
+OB_DEVICE void ob_prefetch_tile(const T *from, long long stride, int rows, int columns, int t) {
+  constexpr int LINES = (COLUMNS * 2 + 127) / 128;
+#pragma unroll 4
+  for (int x = t; x < ROWS * LINES; x += THREADS) {
+    const int row = x / LINES, column = x % LINES * 64;
+    if (row < rows && column < columns)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(from + row * stride + column));
+  }
+}
+
+// The same copy for any strides and alignments, element by element.
 template <int ROWS, int COLUMNS, int STRIDE, int THREADS, class T>
 OB_DEVICE void ob_copy_any(unsigned to, const T *from, long long stride, long long step, int rows, int columns,
                            int t) {
@@ -120,6 +132,16 @@ OB_DEVICE float ob_fast_sigmoid(float v) { return __fdividef(1.0f, 1.0f + ob_fas
 OB_DEVICE float ob_decay(float old, float now) { return old == -OB_INF ? 0.0f : ob_fast_exp(old - now); }
 // exp(v - peak), the peak in units of log 2.
 OB_DEVICE float ob_exp_below(float v, float peak) { return ob_exp2(fmaf(v, OB_LOG2E, -peak)); }
+OB_DEVICE float ob_fast_sqrt(float v) {
+  float r;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+OB_DEVICE float ob_fast_inverse(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 OB_DEVICE float ob_fast_max(float a, float b) { return fmaxf(a, b); }
 
 template <class F, int FIRST, int LAST, class T> OB_DEVICE T ob_lane_fold(T v) {

@@ -1,0 +1,113 @@
+"""Cubins without a GPU: every architecture, resources from the log, the cache, and failures.
+
+Needs NVRTC or nvcc; skipped loudly where there is neither.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from obelisk.app.loading import load_program
+from obelisk.base.errors import BuildFailed, MissingDependency
+from obelisk.build.cuda import (
+    ARCHITECTURES,
+    Cubin,
+    Resources,
+    compile_cuda,
+    compile_cuda_many,
+    parse_resources,
+    toolchain,
+)
+from obelisk.lower.cuda import lower_cuda
+from obelisk.machine import Machine, find
+from tests.cuda_graphs import fused
+
+MACHINES = [find(n) for n in ("a100", "rtx3090", "rtx4090", "h200", "b200", "rtx5090")]
+PROGRAMS = ("gqa", "mha", "mqa", "qknorm", "rmsnorm", "lora", "gated_mlp", "ntrans", "moe")
+SMALL = 'extern "C" __global__ void k(float *p) { p[threadIdx.x] = 1.0f; }\n'
+
+try:
+    toolchain()
+except MissingDependency as missing:
+    pytest.skip(f"no CUDA compiler here: {missing}", allow_module_level=True)
+
+
+def check(sources: dict[str, tuple[int, int]], machine: Machine) -> None:
+    """Compile texts (with threads and shared bytes) and hold them against the machine."""
+    for source, built in zip(sources, compile_cuda_many(list(sources), machine.arch), strict=True):
+        assert isinstance(built, Cubin), f"{built} {getattr(built, 'log', '')}"
+        threads, shared = sources[source]
+        r = built.resources
+        assert r.registers <= machine.registers_per_thread
+        assert r.registers * threads <= machine.registers
+        assert shared + r.shared <= machine.shared_bytes
+        assert r.spill_stores <= 64, f"{r} {source[:200]}"
+        assert built.path.stat().st_size > 0
+
+
+def test_the_machines_are_the_architectures() -> None:
+    assert tuple(m.arch for m in MACHINES) == ARCHITECTURES
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.arch)
+def test_fused_kernels_compile_within_limits(machine: Machine) -> None:
+    sources: dict[str, tuple[int, int]] = {}
+    picked = ("attention norm", "gated odd", "norm matmul split")
+    graphs = fused()
+    for name in picked:
+        for kernel in lower_cuda(graphs[name], machine).kernels:
+            sources[kernel.source] = (kernel.threads, kernel.shared)
+    check(sources, machine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.arch)
+def test_every_kernel_of_the_named_programs_compiles_within_limits(machine: Machine) -> None:
+    sources: dict[str, tuple[int, int]] = {}
+    for name in PROGRAMS:
+        for kernel in lower_cuda(load_program(name, batch=1, dtype="f16"), machine).kernels:
+            sources[kernel.source] = (kernel.threads, kernel.shared)
+    check(sources, machine)
+
+
+def test_a_cubin_is_built_once(tmp_path: Path) -> None:
+    first = compile_cuda(SMALL, "sm_90a", directory=tmp_path)
+    again = compile_cuda(SMALL, "sm_90a", directory=tmp_path)
+    other = compile_cuda(SMALL, "sm_80", directory=tmp_path)
+    assert not first.reused
+    assert again.reused
+    assert again.path == first.path
+    assert again.resources == first.resources
+    assert other.path != first.path
+
+
+def test_equal_texts_are_compiled_once_and_failures_end_nothing(tmp_path: Path) -> None:
+    bad = SMALL.replace("1.0f", "nonsense")
+    answers = compile_cuda_many([SMALL, bad, SMALL], "sm_80", directory=tmp_path)
+    assert answers[0] is answers[2]
+    assert isinstance(answers[0], Cubin)
+    assert isinstance(answers[1], BuildFailed)
+    assert "nonsense" in answers[1].reason
+    assert "nonsense" in Path(answers[1].log).read_text()
+
+
+def test_a_damaged_entry_is_built_again(tmp_path: Path) -> None:
+    first = compile_cuda(SMALL, "sm_80", directory=tmp_path)
+    (first.path.parent / "resources.json").write_text("{")
+    again = compile_cuda(SMALL, "sm_80", directory=tmp_path)
+    assert not again.reused
+    assert again.resources == first.resources
+
+
+def test_resources_are_read_from_the_log() -> None:
+    log = (
+        "ptxas info    : Compiling entry function 'k' for 'sm_90a'\n"
+        "ptxas         .     16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
+        "ptxas info    : Used 40 registers, used 1 barriers, 2048 bytes smem, 360 bytes cmem[0]\n"
+    )
+    assert parse_resources(log) == Resources(40, 16, 12, 8, 2048)
+    with pytest.raises(BuildFailed, match="names no registers"):
+        parse_resources("nothing")

@@ -1,0 +1,122 @@
+"""Layouts: registers and threads hold every element of a tile once, and folds join the right ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from obelisk.lower.cuda.axes import Axis
+from obelisk.lower.cuda.layout import Dim, column_dim, dealt, right_dim, row_dim
+
+
+def place(dim: Dim, register: int, thread: int, row_warps: int = 1) -> int:
+    """The element index that the text of a dim gives."""
+    text = dim.index.format(r=register).replace("/", "//")
+    warp = thread // 32
+    names = {
+        "thread": thread, "lane": thread % 32, "warp_row": warp % row_warps,
+        "warp_column": warp // row_warps,
+    }  # fmt: skip
+    return int(eval(text, {"__builtins__": {}}, names))
+
+
+def test_result_fragments_cover_a_tile_once() -> None:
+    rows, columns = row_dim(Axis(0, 64, None), 2, 2), column_dim(Axis(1, 48, None), 8)
+    seen = [
+        (place(rows, r, t, 2), place(columns, q, t, 2))
+        for t, r, q in itertools.product(range(64), range(rows.registers), range(columns.registers))
+    ]
+    assert sorted(seen) == sorted(itertools.product(range(64), range(48)))
+
+
+def test_column_warps_share_the_columns() -> None:
+    rows, columns = row_dim(Axis(0, 16, None), 1, 1), column_dim(Axis(1, 64, None), 8, 4)
+    seen = [
+        (place(rows, r, t), place(columns, q, t))
+        for t, r, q in itertools.product(
+            range(128), range(rows.registers), range(columns.registers)
+        )
+    ]
+    assert sorted(seen) == sorted(itertools.product(range(16), range(64)))
+
+
+def test_result_columns_are_where_the_next_products_depth_is() -> None:
+    """A scale along the depth of a right operand serves the left operand's columns as it is."""
+    left, right = column_dim(Axis(0, 64, None), 16), right_dim(Axis(1, 32, None))
+    depth = column_dim(Axis(0, 64, None), 16)
+    for t, q in itertools.product(range(32), range(left.registers)):
+        assert place(left, q, t) == place(depth, q, t)
+    seen = [
+        (place(depth, q, t), place(right, n, t))
+        for t, q, n in itertools.product(range(32), range(depth.registers), range(right.registers))
+    ]
+    assert sorted(seen) == sorted(itertools.product(range(64), range(32)))
+
+
+def partners(dim: Dim, thread: int) -> set[int]:
+    """Threads that a fold along a dim joins: lanes by distances, then warps."""
+    out = {thread}
+    first, last = dim.lanes
+    d = first
+    while d and d <= last:
+        out |= {t ^ d for t in out}
+        d *= 2
+    warps, step = dim.warps
+    if warps > 1:
+        mask = (warps - 1) * 32 * step
+        out = {(t & ~mask) | (w * 32 * step) for t in out for w in range(warps)}
+    return out
+
+
+@pytest.mark.parametrize(
+    ("extents", "inner", "folded", "threads", "vector"),
+    [
+        ((4096,), 0, (0,), 512, 8),
+        ((16, 64), 1, (0,), 256, 4),
+        ((3, 40, 24), 2, (1,), 128, 8),
+        ((64, 2, 32, 8), 3, (0,), 256, 4),
+        ((5, 7), None, (), 32, 1),
+    ],
+)
+def test_dealt_tiles(
+    extents: tuple[int, ...], inner: int | None, folded: tuple[int, ...], threads: int, vector: int
+) -> None:
+    layout = dealt(
+        [Axis(i, n, None) for i, n in enumerate(extents)], inner, folded, threads, vector
+    )
+    dims = [layout.dim(i) for i in range(len(extents))]
+    registers = [range(d.registers) for d in dims]
+    held = {
+        t: {
+            tuple(place(d, r, t) for d, r in zip(dims, regs, strict=True))
+            for regs in itertools.product(*registers)
+        }
+        for t in range(threads)
+    }
+    everything = set().union(*held.values())
+    assert set(itertools.product(*map(range, extents))) <= everything
+    for axis in folded:
+        dim = dims[axis]
+        for t in range(0, threads, 7):
+            joined = {place(dim, r, p) for p in partners(dim, t) for r in range(dim.registers)}
+            assert joined == {
+                place(dim, r, p) for p in range(threads) for r in range(dim.registers)
+            }
+            others = [d for i, d in enumerate(dims) if i != axis]
+            for p in partners(dim, t):  # those that are joined differ along this axis alone
+                assert all(place(d, 0, p) == place(d, 0, t) for d in others)
+
+
+@pytest.mark.parametrize("extent", [8, 24, 64])
+def test_fragment_folds_join_lanes_of_one_row_or_column(extent: int) -> None:
+    rows, columns = row_dim(Axis(0, 16, None), 1, 1), column_dim(Axis(1, extent, None), 8)
+    for t in range(32):
+        along = partners(columns, t)
+        assert {place(columns, q, p) for p in along for q in range(columns.registers)} == set(
+            range(extent)
+        )
+        assert {place(rows, 0, p) for p in along} == {place(rows, 0, t)}
+        down = partners(rows, t)
+        assert {place(rows, r, p) for p in down for r in range(2)} == set(range(16))
+        assert {place(columns, 0, p) for p in down} == {place(columns, 0, t)}

@@ -1,0 +1,129 @@
+"""Lowering to CUDA: determinism, launches, what is fused, what is refused by name, and that rewrites
+of the lowering keep the meaning.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from obelisk.app.loading import load_program
+from obelisk.base.errors import Infeasible
+from obelisk.ir import DType, Graph, build, make_graph, random_inputs, run
+from obelisk.ir.build import input_node
+from obelisk.ir.node import Node, make
+from obelisk.ir.op import BlockAttrs, Op
+from obelisk.lower.cuda import CudaOptions, Place, lower_cuda, variants
+from obelisk.lower.cuda.combine import combining, split_axis
+from obelisk.lower.cuda.module import scaled
+from obelisk.machine import find
+from tests.cuda_graphs import attention, fused, gated, low_rank, norm_matmul
+
+H200, A100 = find("h200"), find("a100")
+FUSED = fused()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_graphs_are_one_kernel_in_registers(name: str) -> None:
+    module = lower_cuda(FUSED[name], H200)
+    assert len(module.launches) == 1, module.notes
+    assert all("registers" in k.notes[0] for k in module.kernels), module.notes
+
+
+@pytest.mark.parametrize("name", ["attention split", "gated", "low rank odd"])
+def test_text_is_the_same_every_time(name: str) -> None:
+    for options in variants(FUSED[name], H200):
+        try:
+            one = lower_cuda(FUSED[name], H200, options)
+        except Infeasible:
+            continue
+        assert one == lower_cuda(FUSED[name], H200, options)
+
+
+def test_the_last_block_combines_with_a_counter_a_tile() -> None:
+    graph = attention(2, 64, 512, 64, row_tile=32, split=4, key_tile=64)
+    module = lower_cuda(graph, H200)
+    (launch,) = module.launches
+    assert module.counters == 4  # two heads, two row tiles
+    assert [p.place for p in launch.arguments].count(Place.COUNTER) == 1
+    assert "ob_last_block(counters" in module.kernels[0].source
+    apart = lower_cuda(graph, H200, CudaOptions(fuse_combine=False))
+    assert len(apart.launches) == 2
+    assert apart.counters == 0
+
+
+def test_clusters_only_where_the_device_has_them() -> None:
+    graph = attention(2, 64, 512, 64, row_tile=32, split=4, key_tile=64)
+    assert lower_cuda(graph, H200, CudaOptions(clusters=True)).kernels[0].cluster == 4
+    assert lower_cuda(graph, A100, CudaOptions(clusters=True)).kernels[0].cluster == 1
+
+
+def test_a_cpu_machine_is_refused_by_name() -> None:
+    from obelisk.machine import host
+
+    with pytest.raises(Infeasible, match="CUDA target cannot serve"):
+        lower_cuda(low_rank(16, 64, 16, 64, parts=2), host())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        attention(2, 64, 256, 16, row_tile=32, split=4, key_tile=32),
+        attention(3, 24, 128, 8, row_tile=24, split=2, key_tile=32),
+        norm_matmul(4, 64, 48, parts=3, split=2, tile=16),
+    ],
+    ids=["tiles", "one tile", "depth"],
+)
+def test_the_recut_combining_kernel_means_the_same(graph: Graph, shared: bool) -> None:
+    (last,) = graph.outputs
+    first = last.inputs[0]
+    places = tuple(x.attrs.result for x in last.inputs)
+    ending = combining(first.attrs.block, last.attrs.block, places, shared)
+    if ending is None:
+        assert shared  # sharing may find no axis that divides
+        return
+    assert ending.split == split_axis(first.attrs.block)
+    other = make(Op.BLOCK, last.inputs, BlockAttrs(ending.block, 0))
+    arrays = random_inputs(graph, 3)
+    want = run(graph, arrays)[0]
+    got = run(make_graph(graph.inputs, [other]), arrays)[0]
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+    parts = first.attrs.block.grid[ending.split]
+    blocks = first.attrs.block.blocks // parts
+    assert ending.block.blocks == blocks * (parts if shared else 1)
+
+
+def test_finer_loops_mean_the_same() -> None:
+    graph = gated(4, 512, 32, parts=2, loop=2)
+    finer = scaled(graph, CudaOptions())
+    assert finer.outputs[0].attrs.block.loop == 8  # 256 deep tiles become 64 deep ones
+    arrays = random_inputs(graph, 1, 0.2)
+    np.testing.assert_allclose(run(finer, arrays)[0], run(graph, arrays)[0], rtol=1e-12)
+
+
+def test_what_does_not_fit_registers_goes_to_shared_memory() -> None:
+    """Products of f32 have no fragments; tiles above the limit of shared memory lie outside it."""
+    x, y = input_node(0, (64, 96), DType.F32), input_node(1, (96, 80), DType.F32)
+    module = lower_cuda(make_graph((x, y), [build.matmul(x, y)]), H200)
+    assert any("in shared memory" in n for n in module.notes)
+    big = load_program("attention", batch=1, dtype="f32")
+    for kernel in lower_cuda(big, H200).kernels:
+        assert kernel.shared <= H200.shared_bytes
+
+
+def test_views_and_constants_need_no_kernel_of_their_own() -> None:
+    x = input_node(0, (6, 8), DType.F16)
+    y: Node = build.mul(build.transpose(x), build.const(2.0))
+    module = lower_cuda(make_graph((x,), [y]), H200)
+    assert len(module.launches) == 1
+
+
+@pytest.mark.parametrize("name", ["gqa", "qknorm", "rmsnorm", "gated_mlp", "lora", "ntrans", "moe"])
+def test_limits_of_every_architecture_hold(name: str) -> None:
+    graph = load_program(name, batch=1, dtype="f16")
+    for machine in ("a100", "rtx3090", "rtx4090", "h200", "b200", "rtx5090"):
+        described = find(machine)
+        for kernel in lower_cuda(graph, described).kernels:
+            assert kernel.shared <= described.shared_bytes
+            assert 32 <= kernel.threads <= described.threads_per_block
