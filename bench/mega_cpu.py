@@ -42,7 +42,8 @@ static void *work(void *arg) {
   j->out = a[0][0];
   return 0;
 }
-__attribute__((visibility("default"))) float read_all(const char *p, long n, int threads, const int *cpus) {
+__attribute__((visibility("default")))
+float read_all(const char *p, long n, int threads, const int *cpus) {
   pthread_t t[64]; job j[64];
   for (int i = 0; i < threads; i++) {
     pthread_attr_t at; cpu_set_t s;

@@ -101,9 +101,11 @@ def _reads_all(s: Schedule, counter: str) -> bool:
     alone.
     """
     base, _, rest = counter.partition("@")
-    return "." in rest or base not in ("qkv_rows", "attend") or (
-        base == "attend" and s.shape.tiling.kv_splits == 1
-    )  # fmt: skip
+    if "." in rest:
+        return True
+    if base in ("attend", "combine") and s.shape.model.kv_heads * s.shape.batch < s.cores:
+        return False  # all of attention may lie on the core that waits
+    return base != "qkv_rows" and (base != "attend" or s.shape.tiling.kv_splits == 1)
 
 
 def _needed(s: Schedule) -> Callable[[list[Item], int], bool]:

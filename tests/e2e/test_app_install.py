@@ -136,8 +136,10 @@ def test_example_judge_a_rewrite() -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    """No example lies there untried (`program.py` is the file that commands are given)."""
-    tried = {"quickstart", "many_shapes", "judge_a_rewrite", "program"}
+    """No example lies there untried (`program.py` is the file that commands are given, and
+    `tiny_model.py` is trained in test_mega_trained.py).
+    """
+    tried = {"quickstart", "many_shapes", "judge_a_rewrite", "program", "tiny_model"}
     assert {p.stem for p in (ROOT / "examples").glob("*.py")} == tried
 
 
