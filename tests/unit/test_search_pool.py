@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -172,56 +173,56 @@ def test_a_killed_worker_loses_only_its_own_share(tasks: Callable[[Graph], list[
     assert {k: r.found for k, r in got.items()} == {k: r.found for k, r in expected.items()}
 
 
+def deadly(monkeypatch: pytest.MonkeyPatch, victim: str, most: int, folder: Path) -> None:
+    """From now on workers die of SIGKILL at units whose key has `victim` in it, `most` times."""
+    poison = (
+        "from obelisk.search.units import Bench;import pathlib,signal;run=Bench.run;"
+        f"folder=pathlib.Path({str(folder)!r});\n"
+        "def fatal(self,task,limits):\n"
+        f"  died=len(list(folder.iterdir()))\n"
+        f"  if {victim!r} in task.key and died<{most}:\n"
+        "    try: (folder/str(died)).touch(exist_ok=False)\n"
+        "    except FileExistsError: pass\n"  # the other worker took this death
+        "    else: os.kill(os.getpid(),signal.SIGKILL)\n"
+        "  return run(self,task,limits)\n"
+        "Bench.run=fatal\n"
+    )
+    before, mark, after = pools._PROLOGUE.partition("from obelisk.search.pool import serve;")
+    monkeypatch.setattr(pools, "_PROLOGUE", before + "\n" + poison + mark + after)
+
+
 def test_a_unit_that_kills_twice_is_given_up_and_counted(
-    tasks: Callable[[Graph], list[Task]],
+    tasks: Callable[[Graph], list[Task]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The others are done; the one is an outcome of its own kind."""
     program = load_program("rmsnorm")
-    context = context_of(program, CPU, Space(), 0)
     todo = tasks(program)
+    victim = todo[1].key
+    deadly(monkeypatch, victim, 5, tmp_path)
+    context = context_of(program, CPU, Space(), 0)
     pool = Pool(context, program, lambda: PLENTY, never, 1, patience=0.0)
-    victim = todo[0].key
     try:
         pool.start()
         up(pool, 1)
-        for task in todo:
-            pool.submit(task)
-        got: dict[str, Outcome] = {}
-        pool.results(0.0)
-        kills = 0
-        ends = time.monotonic() + 60
-        while len(got) < len(todo) and time.monotonic() < ends:
-            if pool.at(victim) and kills < 2:
-                os.kill(pool.at(victim), signal.SIGKILL)
-                kills += 1
-            got.update((r.key, r) for r in pool.results(0.02))
+        got = run_all(pool, todo)
     finally:
         pool.close()
-    assert (kills, pool.retried, pool.dropped) == (2, 1, 1)
+    assert (len(list(tmp_path.iterdir())), pool.retried, pool.dropped) == (2, 1, 1)
     assert got[victim].stopped == "dropped"
     assert not any(r.stopped for k, r in got.items() if k != victim)
     assert sorted(got) == sorted(t.key for t in todo)
 
 
 def test_a_search_whose_worker_dies_gives_the_same_candidates(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The death is counted in the account and changes nothing else."""
     program = load_program("gated_mlp")
-    killed: list[int] = []
-    original = Pool.results
-
-    def results(self: Pool, timeout: float) -> list[Outcome]:
-        out = original(self, timeout)
-        if not killed and out and self.busy:
-            killed.append(self.busy[0])
-            os.kill(self.busy[0], signal.SIGKILL)
-        return out
-
-    monkeypatch.setattr(Pool, "results", results)
+    deadly(monkeypatch, "/sizes/", 1, tmp_path)
     shared = search(program, CPU, workers=2, patience=0.0)
-    assert killed
+    assert len(list(tmp_path.iterdir())) == 1
     assert shared.stats.retried == 1
+    assert shared.stats.dropped == 0
     assert answer(shared) == answer(by_one("gated_mlp"))
 
 

@@ -142,16 +142,6 @@ class Pool:
         """Process ids of the workers that are up."""
         return [w.process.pid for w in self._workers if w.ready]
 
-    @property
-    def busy(self) -> list[int]:
-        """Process ids of the workers that have units."""
-        return [w.process.pid for w in self._workers if w.tasks]
-
-    def at(self, key: str) -> int:
-        """The process id of the worker that is at this unit now; 0 if none is."""
-        found = [w.process.pid for w in self._workers if w.tasks and w.tasks[0].key == key]
-        return found[0] if found else 0
-
     def submit(self, task: Task) -> None:
         """Queue a unit."""
         self._tasks.append(task)
