@@ -22,7 +22,10 @@ COLUMNS = ("op_by_op", "numpy", "torch", "torch.compile", "torch.sdpa")
 
 def milliseconds(us: float | None) -> str:
     """A time in ms, three digits."""
-    return "-" if us is None else f"{us / 1000:.3g}"
+    if us is None:
+        return "-"
+    ms = us / 1000
+    return f"{ms:.0f}" if ms >= 99.5 else f"{ms:.3g}"
 
 
 def table(data: dict[str, Any]) -> str:

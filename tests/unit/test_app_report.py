@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from obelisk.app.account import baseline_rows, candidate_rows
-from obelisk.app.bench import BenchRow, bench_json, geomean, summarise
+from obelisk.app.bench import BenchRow, bench_json, command, geomean, summarise
 from obelisk.app.display import Display, print_report
 from obelisk.app.programs import PROGRAMS
 from obelisk.app.report import (
@@ -204,6 +204,8 @@ def test_bench_summary() -> None:
     assert summary["worst"] == pytest.approx(0.5)
     assert summary["geomean_over_op_by_op"] == pytest.approx((4.0 * 2.0) ** 0.5)
     assert geomean([]) is None
+    words = ["bench", "gqa", "--json", "here.json", "--seed", "3"]
+    assert command(words) == "obelisk bench gqa --seed 3"
     data = bench_json([good, slow, bad])
     assert [r["error"] for r in data["rows"]] == ["", "", "Infeasible: too large"]
     assert {"date", "command", "commit", "environment", "summary"} <= set(data)

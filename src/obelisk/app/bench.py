@@ -124,7 +124,7 @@ def bench_json(rows: Sequence[BenchRow]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(sys.argv[1:]),
         "commit": commit(),
         "environment": dict(first.environment) if first else {},
         "rows": [
@@ -142,6 +142,14 @@ def bench_json(rows: Sequence[BenchRow]) -> dict[str, Any]:
         ],
         "summary": summarise(rows),
     }
+
+
+def command(words: Sequence[str]) -> str:
+    """The command line as anybody would type it again: where its output went plays no part."""
+    kept = [
+        w for i, w in enumerate(words) if w != "--json" and (i == 0 or words[i - 1] != "--json")
+    ]
+    return " ".join(["obelisk", *kept])
 
 
 def commit() -> str | None:
