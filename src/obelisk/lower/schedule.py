@@ -16,7 +16,7 @@ from math import inf, prod
 from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph, Phase, Reduce, Store, block_graph, ceil_div, is_ragged
 from obelisk.ir.dtype import DType
-from obelisk.ir.node import Node, make, topological
+from obelisk.ir.node import Node, make
 from obelisk.ir.op import LoadAttrs, Op
 from obelisk.lower import chains
 from obelisk.lower.chains import ELEMENTWISE, INLINE
@@ -575,8 +575,3 @@ def schedule(
     Raises `Infeasible` with the limit.
     """
     return _Scheduler(flatten(block), params, results, rules).run()
-
-
-def body_nodes(block: BlockGraph) -> list[Node]:
-    """All nodes of a flattened block graph, operands first."""
-    return topological([s.value for s in flatten(block).stores])

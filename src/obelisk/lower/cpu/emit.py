@@ -15,7 +15,6 @@ from obelisk.lower.cpu.chain import ChainStyle, emit_chain
 from obelisk.lower.cpu.names import CTYPE, extent, pointer, split_line, splits_of
 from obelisk.lower.cpu.options import CpuOptions
 from obelisk.lower.tile import (
-    BufferKind,
     Call,
     Chain,
     Kernel,
@@ -360,8 +359,3 @@ def arena_stride(program: TileProgram) -> int:
     plus one line.
     """
     return -(-program.arena // 4096) * 4096 + 64
-
-
-def has_params(kernel: Kernel) -> bool:
-    """Whether a kernel reads any tensor."""
-    return any(b.kind is BufferKind.PARAM for b in kernel.buffers)
