@@ -12,7 +12,7 @@ WORKERS ?= 2
 .PHONY: help demo test lint bench fuzz lock clean
 
 help:
-	@echo "make demo   superoptimize an attention on this CPU and show the result"
+	@echo "make demo   superoptimize an attention on this CPU, then synthesise a small model's decode and generate text"
 	@echo "make test   lint, types, layers and the whole test suite"
 	@echo "make lint   only the static checks"
 	@echo "make bench  every named program against numpy, torch eager, torch.compile and SDPA"
@@ -34,8 +34,20 @@ $(TORCH): $(BASE) requirements-torch.lock
 	$(PIP) install -r requirements-torch.lock || echo "torch could not be installed; going on without it"
 	@touch $@
 
-demo: $(BASE)
+DEMO := out/demo
+
+demo: $(BASE) $(DEMO)/plan
 	@$(BIN)/obelisk optimize gqa --device cpu --budget 60s
+	@echo "the model's text, from one persistent kernel a step:"
+	@$(BIN)/obelisk generate $(DEMO)/plan --prompt "The search" --max-tokens 48 --greedy
+
+$(DEMO)/model/config.json: $(BASE)
+	@echo "training a tiny model on this repository's documentation, to have one to synthesise for"
+	@mkdir -p $(DEMO)/model
+	@$(BIN)/python examples/tiny_model.py $(DEMO)/model
+
+$(DEMO)/plan: $(DEMO)/model/config.json
+	@$(BIN)/obelisk synth $(DEMO)/model --device cpu --context 256 -o $(DEMO)/plan
 
 test: $(TORCH) lint
 	$(BIN)/python -m pytest -n $(WORKERS)
