@@ -49,7 +49,9 @@ def same_until_near_tie(got: list[int], want: list[int], gaps: list[float]) -> b
 def test_greedy_tokens_equal_the_reference(
     c: dict[str, Any], tmp_path: Path, compiler: str
 ) -> None:
-    engine, reference, _ = build(tmp_path, c)
+    engine, reference, made = build(tmp_path, c)
+    assert made.plan.tolerance is not None
+    assert made.plan.tolerance < 1e-5
     got = engine.generate([PROMPT], STEPS)[0]
     want, gaps = reference.generate(PROMPT, STEPS)
     assert same_until_near_tie(list(got.tokens), want, gaps)

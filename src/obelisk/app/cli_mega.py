@@ -216,6 +216,8 @@ def plan_show(
             lines["measured"] = (
                 f"{step * 1e3:.3f} ms a step at position {plan.measured['position']}"
             )
+        if plan.tolerance is not None:
+            lines["tolerance"] = f"{plan.tolerance:.1e} of the largest logit, against float64"
         for name, value in lines.items():
             stdout().print(Text(f"{name:13s} {value}"), soft_wrap=True)
     _write_json(json_file, plan.manifest())

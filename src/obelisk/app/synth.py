@@ -14,18 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from obelisk.base.errors import UserError
+from obelisk.base.errors import InternalError, UserError
 from obelisk.base.progress import Progress, Silent
 from obelisk.build import compile_c
 from obelisk.machine import Machine, find
 from obelisk.mega import emit_cpu, target_of
 from obelisk.plan import CacheLayout, EdgeName, Plan, host_identity
 from obelisk.runtime import Checkpoint, Session, file_digests
-from obelisk.runtime.packing import pack
+from obelisk.runtime.packing import pack, quantise, to_bf16
 from obelisk.schedule import Choice, SearchAccount, search_schedules
+from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import (
     ModelConfig,
     TaskKind,
+    WeightFormat,
     Workload,
     checkpoint_tensors,
     inverse_frequencies,
@@ -36,6 +38,8 @@ from obelisk.tasks import (
 
 COMPILE_SECONDS = 180.0
 PROFILE_STEPS = 12
+JUDGED, JUDGED_STEPS = 200_000_000, 3  # weights, steps
+TOLERANCE = 1e-3  # of the largest logit; fp32 sums reach about 1e-6
 Source = Callable[[str], Any]
 
 
@@ -176,6 +180,10 @@ def synthesise(
             best = rank
     assert best is not None
     chosen = choices[best]
+    layout = plans[best].layout
+    arena = arenas[str(layout)] if str(layout) in arenas else pack(layout, checkpoint.tensor)
+    listener.update("judge", {"schedule": best})
+    tolerance = judge(Session(plans[best], arena), chosen, checkpoint.tensor)
     measured = {
         "step_seconds": rows[best].seconds,
         "position": length // 2,
@@ -184,9 +192,53 @@ def synthesise(
         "schedule": rows[best].note,
     }
     return Synthesis(
-        replace(plans[best], measured=measured), tuple(choices), account, tuple(rows),
-        time.perf_counter() - start,
+        replace(plans[best], measured=measured, tolerance=tolerance),
+        tuple(choices), account, tuple(rows), time.perf_counter() - start,
     )  # fmt: skip
+
+
+def _stored(source: Source, form: WeightFormat) -> Source:
+    """Weights as the plan holds them: matrices rounded to its format."""
+
+    def read(name: str) -> Any:
+        w = source(name)
+        if w.ndim == 1 or form is WeightFormat.FP32:
+            return w
+        if form is WeightFormat.BF16:
+            return (to_bf16(w).astype(np.uint32) << 16).view(np.float32)
+        q, scale = quantise(w)
+        return q.astype(np.float32) * scale[:, None]
+
+    return read
+
+
+def judge(session: Session, choice: Choice, source: Source) -> float | None:
+    """The largest error of a few steps' logits, relative to the largest logit.
+
+    The reference is the same schedule in the virtual machine, each task by its float64 meaning, on
+    the weights as stored. Raises `InternalError` above `TOLERANCE`: such a plan is not written.
+    None for models beyond `JUDGED` weights, whose float64 copy would not fit a laptop.
+    """
+    shape, plan = choice.schedule.shape, session.plan
+    if plan.layout.total_bytes // shape.work.weights.nbytes > JUDGED:
+        return None
+    machine = VirtualMachine(choice.schedule, _stored(source, shape.work.weights))
+    page = choice.schedule.pages.page("logits")
+    rows = session.scratch.view(np.float32)[page.offset :]
+    rng = np.random.default_rng(0)
+    worst = 0.0
+    for _ in range(min(JUDGED_STEPS, plan.context)):
+        tokens = [int(t) for t in rng.integers(0, plan.vocab, plan.batch)]
+        want = machine.step(tokens)
+        session.launch([[t] for t in tokens], [1] * plan.batch)
+        got = np.stack([rows[b * page.stride :][: plan.vocab] for b in range(plan.batch)])
+        worst = max(worst, float(np.abs(got - want).max() / np.abs(want).max()))
+    session.reset()
+    if not worst <= TOLERANCE:
+        raise InternalError(
+            f"the kernel differs from its meaning: {worst:.1e} of the largest logit"
+        )
+    return worst
 
 
 def explain(
