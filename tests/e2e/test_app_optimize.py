@@ -150,7 +150,7 @@ def test_a_better_candidate_is_chosen_and_the_bad_ones_are_counted(
 
     monkeypatch.setattr(pipeline, "search", found(list(cases.values())))
     monkeypatch.setattr(pipeline, "lower_cpu", lower)
-    best = ob.optimize(program(), budget=30.0, seed=2)
+    best = ob.optimize(program(), budget=90.0, seed=2, baselines=())
     check(best)
     rows = {c.note: c for c in best.report.candidates}
     for kind, graph in cases.items():
@@ -173,7 +173,7 @@ def test_when_nothing_beats_the_program_it_is_the_answer(monkeypatch: pytest.Mon
     assert best.report.chosen.index == 0
     assert best.graph is best.program
     assert "Nothing that was found" in best.report.sentence()
-    assert best.report.failures == {"refuted": 2}
+    assert best.report.failures["refuted"] == 2
 
 
 def test_a_judge_that_fails_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_a_search_that_fails_leaves_the_program(
     monkeypatch.setattr(pipeline, "search", search)
     best = ob.optimize(program(), budget=BUDGET)
     check(best)
-    assert best.report.failures == {"search failed": 1}
+    assert best.report.failures["search failed"] == 1
     assert any("a broken invariant" in note for note in best.report.notes)
     assert "Traceback" in caplog.text
 
