@@ -1,126 +1,94 @@
-"""Candidates for a race on a device: the search's structures at sizes that fill one GPU.
+"""Candidates for a race on a device: what the search returns for it, at neighbouring sizes too.
 
-Takes program names (NAME or NAME:BATCH) and a machine; writes one text file a program with the input
-graph first, then every structure that covers the whole program in one kernel (or in a kernel and its
-combining kernel), at several sizes. The search ranks sizes by a cost model; here they are spread,
-so that the device can rank them. `python bench/device_candidates.py DIR gqa lora ...`
+Takes a folder and program names (NAME or NAME:BATCH); writes one text file a program with the input
+graph first. The search ranks sizes by a cost model; here each structure's grid and loops are also
+halved, doubled and quartered, so that the device can rank them (`device_subgraphs.py` races them).
+
+    python bench/device_candidates.py DIR gqa gqa:8 lora ...
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 from obelisk.app.loading import load_program
 from obelisk.base.errors import UserError
-from obelisk.base.progress import Silent
-from obelisk.ir import Graph, Op, make_graph, text
-from obelisk.ir.block import ceil_div
-from obelisk.machine import find
-from obelisk.search.axes import Segment
-from obelisk.search.driver import _Search
-from obelisk.search.partition import Partition
-from obelisk.search.sizes import Instance
-from obelisk.search.skeleton import Skeleton, Sizes, instantiate
-from obelisk.search.space import Budget, Space
+from obelisk.ir import Graph
+from obelisk.ir.resize import blocks_of, resize
+from obelisk.ir.text import to_text
+from obelisk.machine import Machine, find
+from obelisk.search import Budget, search
 
 SEPARATOR = "\n#----\n"
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+MOST = 120
 
 
-class _Structures(_Search):
-    """The search of one interval, up to its structures."""
-
-    found: list[Skeleton]
-
-    def _sized(self, segment: Segment, skeletons: list[Skeleton]) -> list[Instance]:
-        self.found = skeletons
-        return []
+def shared_axes(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """How many leading grid axes a kernel and its combining kernel cut alike."""
+    n = 0
+    while n < min(len(first), len(second)) and first[n] == second[n]:
+        n += 1
+    return n
 
 
-def sizes(skeleton: Skeleton, segment: Segment, cores: int) -> Iterator[Sizes]:
-    """Row tiles of 16 to 128, column tiles of 16 to 64, splits and loops such that the grid fills
-    the cores once to four times.
-    """
-    extents = segment.extents
-    loop, split = skeleton.schedule.loop, skeleton.schedule.split
-    axes = skeleton.grid_axes()
-    second = set(skeleton.combine_axes())
-    choices: list[list[int]] = []
-    for a in axes:
-        n = extents[a]
-        tiles = {1} if n <= 64 and n not in (8, 16) else {16, 24, 32, 48, 64, 96, 128}
-        choices.append(
-            sorted({ceil_div(n, t) for t in tiles if n % t == 0} | ({1} if n <= 64 else set()))
-        )
-
-    def parts(i: int) -> Iterator[dict[int, int]]:
-        if i == len(axes):
-            yield {}
-            return
-        for rest in parts(i + 1):
-            for c in choices[i]:
-                yield {axes[i]: c, **rest}
-
-    for cut in parts(0):
-        blocks = 1
-        for n in cut.values():
-            blocks *= n
-        for s in (1,) if split is None else (2, 4, 8, 16, 32):
-            if not cores // 2 < blocks * s <= 4 * cores + 64 and segment.extents[axes[0]] > 64:
-                continue
-            depth = 1 if loop is None else extents[loop]
-            if loop is not None and loop == split:
-                depth = ceil_div(depth, s)
-            if loop is not None and loop in cut:
-                continue
-            loops = {1} if loop is None else {max(2, depth // 64), max(2, depth // 128)}
-            for n in sorted(loops):
-                yield Sizes(
-                    tuple(cut.items()), n, s, tuple((a, c) for a, c in cut.items() if a in second)
-                )
-
-
-def candidates(name: str, batch: int, limit: int = 400) -> list[Graph]:
-    """The input graph, then instances."""
-    graph = load_program(name, batch=batch, dtype="f16")
-    machine = find("h200")
-    work = _Structures(graph, machine, Space(), Budget(seconds=1e9), 0, Silent(), None, None)
-    partition = Partition(graph, machine, 64)
-    whole = partition.interval(0, len(partition.order))
-    out = [graph]
-    if whole is None or whole.segment is None:
-        return out
-    segment = whole.segment
-    seen = set()
-    work.interval(whole)
-    for skeleton in work.found:
-        if Op.SUM in segment.ops and not skeleton.safe:
+def neighbours(graph: Graph, machine: Machine) -> Iterator[Graph]:
+    """The graph's structure at other sizes of its first kernel; a combining kernel follows."""
+    blocks = blocks_of(graph)
+    shapes = [x.shape for x in graph.inputs]
+    first = blocks[0]
+    for factors in itertools.product(FACTORS, repeat=len(first.grid)):
+        grid = tuple(max(1, round(n * f)) for n, f in zip(first.grid, factors, strict=True))
+        total = 1
+        for n in grid:
+            total *= n
+        if not machine.cores // 2 <= total <= 5 * machine.cores:
             continue
-        for size in sizes(skeleton, segment, machine.cores):
+        grids = {first: grid}
+        for other in blocks[1:]:
+            n = shared_axes(first.grid, other.grid)
+            grids[other] = (*grid[:n], *other.grid[n:])
+        for factor in FACTORS if first.loop > 1 else (1.0,):
+            loops = {first: max(2, round(first.loop * factor))} if first.loop > 1 else {}
             try:
-                results = instantiate(skeleton, segment, size)
-                made = make_graph(
-                    graph.inputs, results, graph.input_names, graph.output_names, graph.name
-                )
-            except UserError:
+                yield resize(graph, shapes, grids=grids, loops=loops)
+            except UserError:  # sizes that leave gaps or do not divide
                 continue
-            if made.digest not in seen:
-                seen.add(made.digest)
-                out.append(made)
-    return out[:limit]
+
+
+def candidates(name: str, batch: int, machine: Machine, seconds: float) -> list[Graph]:
+    """The input graph, the search's candidates, then their neighbours; each graph once."""
+    graph = load_program(name, batch=batch, dtype="f16")
+    found = search(graph, machine, budget=Budget(seconds=seconds))
+    out = {graph.digest: graph}
+    for candidate in found.candidates:
+        out.setdefault(candidate.graph.digest, candidate.graph)
+    for candidate in found.candidates[1:]:
+        for other in neighbours(candidate.graph, machine):
+            if len(out) >= MOST:
+                return list(out.values())
+            out.setdefault(other.digest, other)
+    return list(out.values())
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    for spec in sys.argv[2:]:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("programs", nargs="+")
+    parser.add_argument("--machine", default="h200")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for spec in args.programs:
         name, _, batch = spec.partition(":")
-        found = candidates(name, int(batch or 1))
-        (folder / f"{name}_{batch or 1}.txt").write_text(
-            SEPARATOR.join(text.to_text(g) for g in found)
-        )
-        print(spec, len(found))
+        made = candidates(name, int(batch or 1), find(args.machine), args.seconds)
+        text = SEPARATOR.join(to_text(g) for g in made)
+        (args.folder / f"{name}_{batch or 1}.txt").write_text(text, encoding="utf-8")
+        print(spec, len(made), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.cuda_graphs import fused
 
 from obelisk.app.loading import load_program
 from obelisk.base.errors import BuildFailed, MissingDependency
@@ -22,7 +23,6 @@ from obelisk.build.cuda import (
 )
 from obelisk.lower.cuda import lower_cuda
 from obelisk.machine import Machine, find
-from tests.cuda_graphs import fused
 
 MACHINES = [find(n) for n in ("a100", "rtx3090", "rtx4090", "h200", "b200", "rtx5090")]
 PROGRAMS = ("gqa", "mha", "mqa", "qknorm", "rmsnorm", "lora", "gated_mlp", "ntrans", "moe")

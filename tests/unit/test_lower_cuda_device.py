@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.cuda_graphs import attention, fused
+from tests.fuzz_graphs import arrays_for, random_program, worst_error
 
 from obelisk.base.errors import Infeasible
 from obelisk.build.cuda import Cubin, compile_cuda_many
@@ -14,8 +16,6 @@ from obelisk.build.device import CudaLibrary
 from obelisk.ir import DType, Graph, Precision, random_inputs, run
 from obelisk.lower.cuda import CudaModule, CudaOptions, lower_cuda, variants
 from obelisk.machine import find
-from tests.cuda_graphs import attention, fused
-from tests.fuzz_graphs import arrays_for, random_program, worst_error
 
 torch: Any = pytest.importorskip("torch", reason="the GPU tests move data with torch")
 if not torch.cuda.is_available():

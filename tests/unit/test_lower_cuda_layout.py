@@ -1,7 +1,8 @@
-"""Layouts: registers and threads hold every element of a tile once, and folds join the right ones."""
+"""Layouts: registers and threads hold each element of a tile once; folds join the right ones."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from obelisk.lower.cuda.axes import Axis
 from obelisk.lower.cuda.layout import Dim, column_dim, dealt, right_dim, row_dim
 
 
+@functools.cache
 def place(dim: Dim, register: int, thread: int, row_warps: int = 1) -> int:
     """The element index that the text of a dim gives."""
     text = dim.index.format(r=register).replace("/", "//")
@@ -72,10 +74,11 @@ def partners(dim: Dim, thread: int) -> set[int]:
 @pytest.mark.parametrize(
     ("extents", "inner", "folded", "threads", "vector"),
     [
-        ((4096,), 0, (0,), 512, 8),
+        ((512,), 0, (0,), 64, 8),
+        ((1000,), 0, (0,), 128, 8),
         ((16, 64), 1, (0,), 256, 4),
         ((3, 40, 24), 2, (1,), 128, 8),
-        ((64, 2, 32, 8), 3, (0,), 256, 4),
+        ((16, 2, 8, 8), 3, (0,), 128, 4),
         ((5, 7), None, (), 32, 1),
     ],
 )

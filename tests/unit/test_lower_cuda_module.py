@@ -1,11 +1,12 @@
-"""Lowering to CUDA: determinism, launches, what is fused, what is refused by name, and that rewrites
-of the lowering keep the meaning.
+"""Lowering to CUDA: the same text every time, what is fused, what is refused by name, and rewrites
+that keep the meaning.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.cuda_graphs import attention, fused, gated, low_rank, norm_matmul
 
 from obelisk.app.loading import load_program
 from obelisk.base.errors import Infeasible
@@ -17,7 +18,6 @@ from obelisk.lower.cuda import CudaOptions, Place, lower_cuda, variants
 from obelisk.lower.cuda.combine import combining, split_axis
 from obelisk.lower.cuda.module import scaled
 from obelisk.machine import find
-from tests.cuda_graphs import attention, fused, gated, low_rank, norm_matmul
 
 H200, A100 = find("h200"), find("a100")
 FUSED = fused()

@@ -1,8 +1,8 @@
 """Running a lowered graph on a CUDA device: its kernels loaded, its launches issued on a stream.
 
-Takes a `CudaModule` and the cubins of its kernels; launches on device addresses, with no copy and no
-synchronisation, so that a caller's stream capture records it too. Needs a current CUDA context (any
-framework's); every driver call is checked.
+Takes a `CudaModule` and the cubins of its kernels; launches on device addresses, with no copy and
+no synchronisation, so that a caller's stream capture records it too. Uses the current CUDA context,
+or the primary one where there is none; every driver call is checked.
 """
 
 from __future__ import annotations
@@ -40,6 +40,21 @@ def check(answer: tuple[Any, ...], what: str) -> Any:
     return answer[1] if len(answer) == 2 else answer[1:]
 
 
+def ensure_context() -> None:
+    """Make the first device's primary context current where the thread has none; frameworks share
+    that one.
+    """
+    cu = driver()
+    check(cu.cuInit(0), "starting")
+    if int(check(cu.cuCtxGetCurrent(), "asking for the context")):
+        return
+    device = check(cu.cuDeviceGet(0), "finding a device")
+    check(
+        cu.cuCtxSetCurrent(check(cu.cuDevicePrimaryCtxRetain(device), "retaining a context")),
+        "making a context current",
+    )
+
+
 class CudaLibrary:
     """The kernels of one module on the current context.
 
@@ -52,6 +67,7 @@ class CudaLibrary:
     def __init__(self, module: CudaModule, cubins: Sequence[Path]) -> None:
         if len(cubins) != len(module.kernels):
             raise InternalError(f"{len(cubins)} cubins for {len(module.kernels)} kernels")
+        ensure_context()
         self.module = module
         self._cu = driver()
         self._modules: list[Any] = []

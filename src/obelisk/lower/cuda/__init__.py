@@ -1,8 +1,8 @@
 """The CUDA target: CUDA C++ for one exact architecture, from a small header library of our own.
 
-`lower_cuda` turns any graph into kernels and launches; it only returns text. Kernels whose tiles fit
-matrix fragments keep them in registers (`fragment`); all others keep them in shared memory
-(`generic`). `variants` lists the lowering choices that are worth racing on a machine.
+`lower_cuda` turns any graph into kernels and launches; it only returns text. Kernels whose tiles
+fit registers keep them there (`fragment` for products, `dealt` for the rest); all others keep them
+in shared memory (`generic`). `variants` lists the lowering choices that are worth racing.
 """
 
 from __future__ import annotations

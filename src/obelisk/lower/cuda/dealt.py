@@ -1,8 +1,8 @@
 """CUDA C++ for block graphs without products: tiles in registers, dealt to threads in vectors.
 
-Takes a flattened block graph and how its tensors lie; gives the text of a kernel's body. It serves as
-a kernel of its own (elementwise, folds, norms) and as the end of a kernel whose last block combines
-the parts of a split fold. Raises `Infeasible` where a graph does not have this form.
+Takes a flattened block graph and how its tensors lie; gives the text of a kernel's body. It serves
+as a kernel of its own (elementwise, folds, norms) and as the end of a kernel whose last block
+combines the parts of a split fold. Raises `Infeasible` where a graph does not have this form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.op import Op
 from obelisk.lower.cuda.layout import Layout, dealt
-from obelisk.lower.cuda.values import VECTOR_BYTES, Text, Values, base_of
+from obelisk.lower.cuda.values import VECTOR_BYTES, Text, Values
 from obelisk.lower.schedule import Operand
 
 MOST_THREADS = 512
@@ -102,6 +102,3 @@ class Dealt(Values):
                 raise Infeasible(f"{self.exchange} bytes for a fold across warps")
             t.lines.insert(0, f"__shared__ float {self.tag}exchange[{self.exchange // 4}];")
         return t.lines
-
-
-__all__ = ["Dealt", "base_of"]

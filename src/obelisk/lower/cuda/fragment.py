@@ -1,7 +1,7 @@
 """CUDA C++ for block graphs with products: tiles stay in registers as matrix fragments.
 
-Takes a flattened block graph, how its tensors lie, a machine and options; gives a kernel. The rows of
-all products are one axis, dealt to the warps of a group; every warp holds whole rows, so a product's
+Takes a flattened block graph, how its tensors lie, a machine and options; gives a kernel. The rows
+of all products are one axis, dealt to the warps of a group; a warp holds whole rows, so a product's
 result feeds the next product, an exponential or a fold without leaving its registers. Groups of
 warps share the iterations of the loop, each with its own pipeline of copies to shared memory, and
 join their accumulators after it. Raises `Infeasible` where a graph does not have this form.
@@ -356,8 +356,8 @@ class Fragments(Values):
             self.unnest(text, value.axes)
 
     def scaled(self, a: Node, b: Node, k: int, n: int) -> tuple[Node, Node, bool] | None:
-        """For b = v * s or v / s with one s a step of depth: (v, s, divided), since the scale may as
-        well go to a computed left operand, whose elements then need no second tile of v.
+        """For b = v * s or v / s with one s a step of depth: (v, s, divided). The scale may as well
+        go to a computed left operand: then v needs no second tile.
         """
         node = base_of(b)
         if node.op not in (Op.MUL, Op.DIV) or base_of(a) in self.stages:
@@ -487,7 +487,8 @@ class Fragments(Values):
         """value (+)= a @ b."""
         a, b = node.inputs
         k, n = self.axes.of[a][-1], self.axes.of[b][-1]
-        assert k is not None and n is not None
+        assert k is not None
+        assert n is not None
         dtype = CTYPE[a.dtype]
         scale = ""
         found = self.scaled(a, b, k, n)
@@ -547,10 +548,8 @@ class Fragments(Values):
 
     # ---- the kernel
 
-    def copies(
-        self, stages: Sequence[Stage], to: str, threads: int, who: str, ahead: bool = False
-    ) -> list[str]:
-        """Calls that copy tiles to shared memory; `ahead`: that only ask for them in L2."""
+    def copies(self, stages: Sequence[Stage], to: str, threads: int, who: str) -> list[str]:
+        """Calls that copy tiles to shared memory."""
         out = []
         for s in stages:
             strides, moves = self.load_moves(s.node)
@@ -559,16 +558,11 @@ class Fragments(Values):
             base = self.param_names[s.node.attrs.index] + (f" + {start}" if start else "")
             rows, columns = self.part(s.rows), self.part(s.inner)
             sizes = f"{s.height}, {s.width}, {s.stride}, {threads}"
-            if ahead:
-                out.append(
-                    f"ob_prefetch_tile<{s.height}, {s.width}, {threads}>({base}, "
-                    f"{step[s.rows]}ll, {rows}, {columns}, {who});"
-                )
-            elif s.fast:
+            if s.fast:
                 full = (rows, columns) == (str(s.height), str(s.width))
                 out.append(
-                    f"ob_copy_tile<{sizes}, {str(full).lower()}>({to} + {s.offset}, {base}, {step[s.rows]}ll, {rows}, "
-                    f"{columns}, {who});"
+                    f"ob_copy_tile<{sizes}, {str(full).lower()}>({to} + {s.offset}, {base}, "
+                    f"{step[s.rows]}ll, {rows}, {columns}, {who});"
                 )
             else:
                 out.append(
@@ -576,29 +570,6 @@ class Fragments(Values):
                     f"{step[s.inner]}ll, {rows}, {columns}, {who});"
                 )
         return out
-
-    def prefetch(self) -> list[str]:
-        """Lines that ask for the first tiles in L2 before the launch ahead has ended."""
-        t = Text()
-        t.open()
-        for line in self.split_lines(False):
-            t.line(line)
-        fixed = [s for s in self.stages.values() if s.fast and not s.loop]
-        moving = [s for s in self.stages.values() if s.fast and s.loop]
-        for line in self.copies(fixed, "", self.threads, "thread", ahead=True):
-            t.line(line)
-        for step in range(self.ahead if moving else 0):
-            t.open()
-            t.line(f"const int it = group + {step * self.groups};")
-            t.open(f"if (it < {self.block.loop})")
-            for line in self.split_lines(True):
-                t.line(line)
-            for line in self.copies(moving, "", self.group_threads, "member", ahead=True):
-                t.line(line)
-            t.close()
-            t.close()
-        t.close()
-        return t.lines
 
     def build(self) -> None:
         """Print all values on demand of the stores."""

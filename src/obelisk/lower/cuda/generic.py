@@ -2,9 +2,9 @@
 
 Takes any `Kernel`; gives a translation unit. Points of a chain are dealt to the threads of the
 block, a fold with few results takes a warp a result, a product takes a thread an element, and a
-barrier stands between statements that depend on each other. Works for every shape, stride and dtype;
-it is the way out for what the fragment emitter does not take, not the fast way. Tiles that exceed
-shared memory lie in device memory, one slice a block.
+barrier stands between statements that depend on each other. Works for every shape, stride and
+dtype; it is the way out for what does not fit registers, not the fast way. Tiles that exceed shared
+memory lie in device memory, one slice a block.
 """
 
 from __future__ import annotations

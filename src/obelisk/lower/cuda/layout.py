@@ -1,9 +1,9 @@
 """How a tile's elements are dealt to the registers of a block's threads.
 
 A `Layout` gives for each axis how many registers of a thread run along it, the element index of
-register `{r}` in this thread, and which threads hold other elements of the axis. The fragments of the
-matrix instructions and the plain dealing of rows and vectors to threads are all of this form, so
-elementwise operators, folds, loads and stores are printed once for all.
+register `{r}` in this thread, and which threads hold other elements of the axis. The fragments of
+the matrix instructions and the plain dealing of rows and vectors to threads are all of this form,
+so elementwise operators, folds, loads and stores are printed once for all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Graph -> `CudaModule`: the tile program's kernels printed, its calls as launches with addresses.
+"""Graph -> `CudaModule`: the tile program's kernels printed, its calls as launches on addresses.
 
-Takes a graph, a machine and options; gives kernels in text and launches in order. A pair of launches
-that stores partial results and combines them becomes one kernel where the fragment emitter takes
-both. Raises `Infeasible` with the limit that is broken.
+Takes a graph, a machine and options; gives kernels in text and launches in order. A pair of
+launches that stores partial results and combines them becomes one kernel where the fragment emitter
+takes both. Raises `Infeasible` with the limit that is broken.
 """
 
 from __future__ import annotations
@@ -172,8 +172,6 @@ class _Lowering:
             text.append(f"  const int warp_row = member / 32 % {work.row_warps};")
             text.append(f"  const int warp_column = member / {32 * work.row_warps};")
         text += ["  " + x for x in grid_lines(block.grid, "(int)blockIdx.x")]
-        if isinstance(work, Fragments) and self.options.prefetch:
-            text += ["  " + x for x in work.prefetch()]
         text.append("  ob_begin();")
         text += ["  " + x for x in (*lines, *extra)]
         text += ["}", ""]
@@ -363,7 +361,6 @@ def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
             CudaOptions(resident=2),
             CudaOptions(column_warps=4, resident=2),
             CudaOptions(groups=4, column_warps=2, resident=2),
-            CudaOptions(prefetch=False),
         ]
     if Feature.CLUSTERS in machine.features:
         options.append(CudaOptions(clusters=True))

@@ -26,7 +26,6 @@ class CudaOptions:
             kernel.
         clusters: the blocks of a split fold are a cluster where the device has them, and share the
             combining.
-        prefetch: ask for the first tiles in L2 before the launch ahead in the stream has ended.
         resident: blocks that one SM shall hold at a time (0: as many as the grid has for it, at
             most 4, if their pipelines stay deep enough).
         threads: threads of a block whose tiles are in shared memory.
@@ -41,7 +40,6 @@ class CudaOptions:
     fuse_combine: bool = True
     resident: int = 0
     clusters: bool = False
-    prefetch: bool = True
     threads: int = 256
 
 

@@ -1,4 +1,4 @@
-"""Values of a block graph in registers: elementwise operators, folds, loads and stores over layouts.
+"""Values of a block graph in registers: elementwise operators, folds, loads and stores.
 
 Takes nodes of a flattened block graph and layouts; appends CUDA C++ to the list of a phase. Every
 value is an array with one dim per axis it has, indexed only by constants once loops are unrolled.

@@ -47,19 +47,7 @@ OB_DEVICE void ob_copy_tile(unsigned to, const T *from, long long stride, int ro
   }
 }
 
-// Ask for a tile in L2, ahead of reading it: whoever still writes it, L2 is where all meet.
-template <int ROWS, int COLUMNS, int THREADS, class T>
-OB_DEVICE void ob_prefetch_tile(const T *from, long long stride, int rows, int columns, int t) {
-  constexpr int LINES = (COLUMNS * 2 + 127) / 128;
-#pragma unroll 4
-  for (int x = t; x < ROWS * LINES; x += THREADS) {
-    const int row = x / LINES, column = x % LINES * 64;
-    if (row < rows && column < columns)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(from + row * stride + column));
-  }
-}
-
-// The same copy for any strides and alignments, element by element.
+// The same for any strides and alignments, element by element.
 template <int ROWS, int COLUMNS, int STRIDE, int THREADS, class T>
 OB_DEVICE void ob_copy_any(unsigned to, const T *from, long long stride, long long step, int rows, int columns,
                            int t) {
