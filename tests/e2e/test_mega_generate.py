@@ -58,3 +58,28 @@ def test_greedy_tokens_equal_the_reference(
     assert len(set(want)) > 4, "a model that repeats itself shows nothing"
     assert got.reason == "length"
     assert np.isfinite(gaps).all()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "kv_heads", "dim"),
+    [
+        (1024, 16, 8, 128), (2048, 32, 8, 64), (640, 4, 1, 128), (576, 9, 3, 64),
+        (5120, 40, 8, 32),
+    ],
+)  # fmt: skip
+def test_query_width_need_not_equal_hidden(
+    hidden: int, heads: int, kv_heads: int, dim: int, tmp_path: Path, compiler: str
+) -> None:
+    """Records R17 and R18: the widths of real layers, group 5 among them; one layer, every task
+    against float64.
+    """
+    c = config(
+        "qwen3", hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=dim, num_hidden_layers=1, intermediate_size=72, vocab_size=300,
+    )  # fmt: skip
+    engine, reference, made = build(tmp_path, c, context=24)
+    assert made.plan.tolerance is not None
+    assert made.plan.tolerance < 2e-5
+    got = engine.generate([[3, 1, 4]], 12)[0]
+    want, gaps = reference.generate([3, 1, 4], 12)
+    assert same_until_near_tie(list(got.tokens), want, gaps)

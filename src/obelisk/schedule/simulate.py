@@ -22,6 +22,7 @@ SIGNAL = 25e-9  # an atomic addition
 CALL = 40e-9  # entering a task, its loops' ends
 SPECIAL_CYCLES = 2.5  # an exponential, per element, in vectors
 VECTOR_CYCLES = {4: 0.6, 2: 1.1, 1: 1.4}  # loading, widening and multiplying a vector of weights
+STREAM_SHARE = {4: 0.94, 8: 1.0}  # of the bandwidth, by rows of a panel: measured on Zen 3
 CHUNK_CYCLES = 2.0  # the input's vector and the loop, for each chunk of a panel
 
 
@@ -52,7 +53,8 @@ def task_seconds(s: StepShape, task: Task, machine: Machine, position: int) -> f
     for m in TABLE[task.kind].micro(s, task, position):
         match m.op:
             case MicroOp.STREAM:
-                stream += m.amount / memory
+                share = 1.0 if task.kind is TaskKind.ATTEND else STREAM_SHARE[s.tiling.panel]
+                stream += m.amount / memory / share
                 if task.kind is not TaskKind.ATTEND:
                     vectors = m.amount / s.work.weights.nbytes / machine.lanes
                     each = VECTOR_CYCLES[s.work.weights.nbytes] + CHUNK_CYCLES / s.tiling.panel
