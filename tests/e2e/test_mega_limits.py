@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from obelisk.base.errors import CallError, KernelFault, UserError
 from obelisk.engine import Engine, Sampling
 from obelisk.machine import host
 from obelisk.plan import Plan, read_plan, write_plan
-from obelisk.runtime import Session
+from obelisk.runtime import Session, trace_events
 from obelisk.runtime.packing import pack, quantise, to_bf16
 from obelisk.schedule import (
     Choice,
@@ -170,6 +171,28 @@ def test_hundreds_of_runs_neither_hang_nor_differ(single: Engine) -> None:
         single.session.debug = i % 2 == 1
         assert single.generate([prompts[i % 4]], 16)[0] == want[i % 4]
     single.session.debug = False
+
+
+def test_a_timeline_changes_no_token_and_shows_every_task(single: Engine) -> None:
+    """Record R25: the same tokens while recording; each core's tasks follow one another."""
+    session = single.session
+    session.reset()
+    want = session.launch([[3, 4]], [6])
+    session.reset()
+    session.trace_room = 4096
+    assert session.launch([[3, 4]], [6]) == want
+    spans, steps = session.spans, session.steps_done
+    session.trace_room = 0
+    tasks = session.plan.schedule["tasks_per_core"]
+    for core, count in enumerate(tasks):
+        mine = [s for s in spans if s.core == core]
+        assert len(mine) == count * steps
+        assert all(a.end <= b.start for a, b in pairwise(mine))
+    assert {s.kind for s in spans} >= {"embed", "qkv", "attend", "o", "up", "down", "head"}
+    assert {s.layer for s in spans if s.kind == "up"} == {0, 1}
+    events = trace_events(spans)["traceEvents"]
+    assert len(events) == len(spans)
+    assert all(e["dur"] >= 0 and e["ph"] == "X" for e in events)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,12 @@ from obelisk.engine import Engine, Sampling, Tokenizer
 from obelisk.machine import find
 from obelisk.mega import target_of
 from obelisk.plan import Plan, read_plan, write_plan
+from obelisk.runtime import trace_events
 from obelisk.schedule import Choice, SearchAccount
 from obelisk.tasks import read_config
 
 plan_app = typer.Typer(help="What a plan holds.", no_args_is_help=True)
+TRACED = 1 << 16  # tasks of a core in a timeline: it shows the last launch
 _EXPLAINED = 12  # schedules listed by --explain
 
 PlanArg = Annotated[Path, typer.Argument(metavar="PLAN", help="A file written by `synth`.")]
@@ -153,6 +155,9 @@ def generate(
     weights_dir: Annotated[
         Path | None, typer.Option("--weights-dir", metavar="DIR", help="Where the weights are now.")
     ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", metavar="FILE", help="Write a Perfetto trace.")
+    ] = None,
     json_file: JsonOpt = None,
 ) -> None:
     """Continue a prompt with a plan."""
@@ -160,8 +165,12 @@ def generate(
     folder = weights_dir or Path(plan.weights_path)
     tokens = _prompt(plan, prompt, prompt_ids, folder)
     engine = Engine.load(plan_file, weights_dir)
+    if timeline is not None:
+        engine.session.trace_room = TRACED
     sampling = Sampling() if greedy else Sampling(temperature, top_k, top_p, seed)
     result = engine.generate([tokens], max_tokens, sampling=sampling)[0]
+    if timeline is not None:
+        timeline.write_text(json.dumps(trace_events(engine.session.spans)), encoding="utf-8")
     if not ids:
         text = Tokenizer(folder).decode(result.tokens) if prompt is not None else None
         typer.echo(text if text is not None else " ".join(map(str, result.tokens)))

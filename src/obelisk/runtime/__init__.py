@@ -5,5 +5,15 @@
 
 from obelisk.runtime.checkpoint import Checkpoint, file_digests, weight_files
 from obelisk.runtime.session import Sampling, Session, SlotRun
+from obelisk.runtime.timeline import Span, trace_events
 
-__all__ = ["Checkpoint", "Sampling", "Session", "SlotRun", "file_digests", "weight_files"]
+__all__ = [
+    "Checkpoint",
+    "Sampling",
+    "Session",
+    "SlotRun",
+    "Span",
+    "file_digests",
+    "trace_events",
+    "weight_files",
+]

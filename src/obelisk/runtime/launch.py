@@ -12,7 +12,7 @@ from typing import Any
 
 from obelisk.base.errors import BuildFailed
 
-ABI = 1
+ABI = 2
 MAX_STOPS = 8
 HANG, NONFINITE, NO_THREADS = 1, 2, 3
 END_OF_STEP = -4096
@@ -20,9 +20,10 @@ KIND_STEP = 4096  # edge numbers of results that are not finite: kind * KIND_STE
 
 _POINTERS = (
     "weights", "keys", "values", "scratch", "cosines", "sines", "feed", "feed_length", "want",
-    "position", "out", "made", "reason", "temperature", "top_p", "top_k", "seed", "cpus",
+    "position", "out", "made", "reason", "temperature", "top_p", "top_k", "seed", "cpus", "trace",
+    "traced",
 )  # fmt: skip
-_INTS = ("feed_stride", "out_stride", "stop_count", "debug")
+_INTS = ("feed_stride", "out_stride", "stop_count", "debug", "trace_room")
 _FAULT = (
     "fault", "fault_core", "fault_step", "fault_edge", "fault_expected", "fault_seen",
     "fault_slot", "steps_done",

@@ -30,6 +30,7 @@ from obelisk.runtime.launch import (
     load_entry,
 )
 from obelisk.runtime.packing import aligned, pack
+from obelisk.runtime.timeline import Span, spans_of
 
 Array = Any
 SPIN_SECONDS = 30.0
@@ -66,7 +67,11 @@ class SlotRun:
 
 
 class Session:
-    """A plan with its weights in memory."""
+    """A plan with its weights in memory.
+
+    `debug` stops a launch at the first number that is not finite; `trace_room` > 0 records that
+    many tasks of each core, of the latest launch, in `spans`.
+    """
 
     def __init__(self, plan: Plan, arena: Array, spin_seconds: float = SPIN_SECONDS) -> None:
         """Take a plan and its packed weights; `load` is the usual way in."""
@@ -87,6 +92,8 @@ class Session:
         self.sines = np.sin(angle).astype(np.float32)
         self.position = np.zeros(plan.batch, np.int32)
         self.debug = False
+        self.trace_room = 0
+        self.spans: list[Span] = []
         self.steps_done = 0
 
     @staticmethod
@@ -182,11 +189,14 @@ class Session:
             "top_k": np.array([s.top_k for s in chosen], np.int32),
             "seed": np.array([s.seed for s in chosen], np.uint64),
             "cpus": np.array(_cpus(self.plan.cores), np.int32),
+            "trace": np.zeros((self.plan.cores, max(1, self.trace_room), 3)),
+            "traced": np.zeros(self.plan.cores, np.int32),
         }  # fmt: skip
         call = LaunchStruct(
             abi=ABI, cores=self.plan.cores, batch=batch,
             steps=total if steps is None else min(steps, total),
             feed_stride=longest, out_stride=room, stop_count=len(stops), debug=int(self.debug),
+            trace_room=self.trace_room,
             spin_seconds=self.spin_seconds,
         )  # fmt: skip
         for name, array in arrays.items():
@@ -196,6 +206,7 @@ class Session:
         before = self.position.copy()
         code = self.entry(ctypes.byref(call))
         self.steps_done = int(call.steps_done)
+        self.spans = spans_of(self.plan.kinds, arrays["trace"], arrays["traced"])
         if code != 0:
             self.position[:] = before
             raise KernelFault(self._fault(code, call))

@@ -230,7 +230,8 @@ class _Printer:
                 )
             case k.SAMPLE:
                 call = f"om_sample(s, s->room, {p('logits')}, {p('best')}, {p('token')})"
-        return [f"{call};", *self.checks(task, core)]
+        code = f"{list(TaskKind).index(task.kind)} * 4096 + {'l' if task.layer >= 0 else 0}"
+        return [f"OM_RUN({core}, {code}, {call});", *self.checks(task, core)]
 
     def checks(self, task: Task, core: int) -> list[str]:
         """Debugging: results that are not finite, named by kind and layer."""

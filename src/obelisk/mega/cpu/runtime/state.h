@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 #include <time.h>
 
-#define OM_ABI 1
+#define OM_ABI 2
 #define OM_STOPS 8
 enum { OM_RUNNING, OM_HANG, OM_NONFINITE, OM_NO_THREADS };
 enum { OM_REASON_NONE, OM_REASON_STOP, OM_REASON_LENGTH };
@@ -29,7 +29,9 @@ typedef struct { /* shared with the loader: same order, same types */
   const int32_t *top_k;
   const uint64_t *seed;
   const int32_t *cpus; /* (cores): processor of each thread, -1 for any */
-  int32_t feed_stride, out_stride, stop_count, debug;
+  double *trace;       /* (cores, trace_room, 3): kind * 4096 + layer, start, end in seconds */
+  int32_t *traced;     /* (cores): how many were recorded */
+  int32_t feed_stride, out_stride, stop_count, debug, trace_room;
   int32_t stops[OM_STOPS];
   double spin_seconds;
   int32_t fault, fault_core, fault_step, fault_edge, fault_expected, fault_seen, fault_slot, steps_done;
@@ -61,6 +63,19 @@ static double om_now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* A task's call, recorded when asked for. */
+#define OM_RUN(CORE, CODE, CALL)                                                                              \
+  do {                                                                                                        \
+    const double om_start = s->l->trace_room ? om_now() : 0.0;                                                \
+    CALL;                                                                                                     \
+    if (s->l->trace_room) om_record(s->l, CORE, CODE, om_start);                                              \
+  } while (0)
+static __attribute__((noinline)) void om_record(om_launch *l, int core, long code, double start) {
+  if (l->traced[core] >= l->trace_room) return;
+  double *to = l->trace + 3 * ((long)core * l->trace_room + l->traced[core]++);
+  to[0] = (double)code; to[1] = start; to[2] = om_now();
 }
 
 /* The first fault wins; its fields are published by the release of `abort`. */
