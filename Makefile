@@ -50,7 +50,8 @@ $(DEMO)/plan: $(DEMO)/model/config.json
 	@$(BIN)/obelisk synth $(DEMO)/model --device cpu --context 256 -o $(DEMO)/plan
 
 test: $(TORCH) lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m "not alone" -n $(WORKERS)
 
 lint: $(BASE)
 	$(BIN)/ruff check .

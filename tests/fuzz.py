@@ -94,7 +94,7 @@ def run_lowered(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
         vectors=rng.choice((2, 2, 1)),
         depth=rng.choice((256, 256, 16)),
         alias=rng.random() < 0.7,
-        blocks_per_core=rng.choice((4, 1, 9)),
+        unroll=rng.choice((4, 1, 2)),
     )
     module = lower_cpu(graph, host(), options)
     if lower_cpu(graph, host(), options).source != module.source:

@@ -248,6 +248,7 @@ def test_the_budget_is_kept(libraries: Mapping[str, Path]) -> None:
     assert report.items[report.winner].status is Status.OK
 
 
+@pytest.mark.alone
 def test_ctrl_c_returns_the_best_so_far_and_leaves_no_process(
     libraries: Mapping[str, Path],
 ) -> None:

@@ -286,6 +286,7 @@ def test_a_worker_over_its_bound_reports_it(tasks: Callable[[Graph], list[Task]]
     assert [r.stopped for r in got.values()] == ["memory"]
 
 
+@pytest.mark.alone
 def test_ctrl_c_with_workers_returns_the_best_so_far() -> None:
     """SIGINT in the middle: what is finished is returned, and no worker is left."""
     program = load_program("qknorm")

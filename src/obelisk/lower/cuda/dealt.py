@@ -25,7 +25,7 @@ class Dealt(Values):
     """Prints one block graph without products."""
 
     # A fold consumes its operand element by element, so that not all of it is alive at once.
-    register_limit = 512
+    register_limit = 128
 
     def __init__(
         self,
