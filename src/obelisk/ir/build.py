@@ -35,7 +35,7 @@ from obelisk.ir.op import (
     ThreadAttrs,
     TransposeAttrs,
 )  # fmt: skip
-from obelisk.ir.table import axis_of, broadcast_shapes
+from obelisk.ir.table import axis_of
 from obelisk.ir.thread import ThreadGraph
 
 Operand = Node | float | int
@@ -342,8 +342,3 @@ class BlockBuilder:
     def launch(self) -> list[Node]:
         """Finish, and the kernel-level results of running it on the tensors that were loaded."""
         return run_block(self.finish(), self.inputs)
-
-
-def result_shape(*xs: Node) -> Shape:
-    """numpy's broadcast of the shapes of `xs`."""
-    return broadcast_shapes("broadcast", *(x.shape for x in xs))

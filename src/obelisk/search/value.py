@@ -94,10 +94,3 @@ class Counts:
     def prune(self, rule: str) -> None:
         """Count one value dropped by a rule."""
         self.pruned[rule] = self.pruned.get(rule, 0) + 1
-
-    def merge(self, other: Counts) -> None:
-        """Add another account."""
-        self.states += other.states
-        self.bank_hits += other.bank_hits
-        for k, n in other.pruned.items():
-            self.pruned[k] = self.pruned.get(k, 0) + n
