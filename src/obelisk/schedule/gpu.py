@@ -1,0 +1,246 @@
+"""How a decode step is cut for a GPU: the choices that the CUDA megakernel takes as parameters.
+
+Takes a model, a workload and a machine; gives a frozen `GpuTiling` with documented defaults, and
+`shared_plan`, the bytes of shared memory that a tiling takes. A search may vary every field; the
+emitter (`mega.cuda`) refuses what does not fit and names the limit.
+
+Words: a *tile* is `rows` rows of a weight matrix over all of its columns; a *unit* is a tile's part
+along K (the whole tile where the split is 1) and belongs to one block; a *chunk* is `chunk_cols`
+columns of a unit, one copy into one slot of the block's ring, and is multiplied by one warp.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from obelisk.base.errors import Infeasible
+from obelisk.machine import Feature, Machine
+from obelisk.plan.layout import align
+from obelisk.tasks.config import ModelConfig
+from obelisk.tasks.workload import Workload
+
+K_BLOCK = 32  # columns that one 16-byte load of each lane covers: two steps of m16n8k16
+TILE_ROWS = 8  # the n of m16n8k16: weight rows are its columns
+WEIGHT_BYTES = 2  # bf16 and fp16
+MAX_HEADS = 4  # query heads that attention holds in registers at a time
+MAX_STAGES = 64
+MISC_BYTES = 1024 + 512  # static shared memory: mbarriers, sums of squares, tokens, flags
+BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
+IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the other traffic
+
+
+class EdgeSync(enum.StrEnum):
+    """How a reader knows that what it reads was written."""
+
+    TAGGED = "tagged"  # each 8-byte word carries its step's tag; readers poll the data itself
+    BARRIER = "barrier"  # all blocks meet at one counter before the reader starts
+
+
+EDGES = ("qkv", "attend", "o", "up", "down", "head")  # named by the producer
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTiling:
+    """The cut of a step.
+
+    Attributes:
+        blocks: thread blocks, one an SM; all must be resident at a time.
+        chunk_cols: columns of a chunk, a multiple of 32.
+        stages: slots of the ring of chunks.
+        in_flight: chunks that may be on their way at a time; the ring holds what has landed.
+        warps: consumer warps.
+        loader_warps: warps that copy without a copy engine (`bulk` false); else one thread copies.
+        o_split, down_split: parts along K of the tiles of the two products that end in the
+            residual stream; their sums meet in the next reader, in a fixed order.
+        kv_pieces: pieces of the context of one slot and head group.
+        rotate: units that the cut of a phase moves on from layer to layer, so that the larger
+            shares go round.
+        bulk: copies by the copy engine (`cp.async.bulk`); else 16 bytes a lane (`cp.async`).
+        barriers: the edges that are kept by a grid barrier as well as by tags.
+        rows: rows of a tile; 8 (the tensor cores' n).
+    """
+
+    blocks: int
+    chunk_cols: int = 512
+    stages: int = 24
+    in_flight: int = 6
+    warps: int = 8
+    loader_warps: int = 1
+    o_split: int = 1
+    down_split: int = 1
+    kv_pieces: int = 8
+    rotate: int = 37
+    bulk: bool = True
+    barriers: tuple[str, ...] = ()
+    rows: int = TILE_ROWS
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a slot of the ring."""
+        return self.rows * self.chunk_cols * WEIGHT_BYTES
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.warps + (1 if self.bulk else self.loader_warps))
+
+    def sync(self, edge: str) -> EdgeSync:
+        """How an edge of `EDGES` is kept."""
+        return EdgeSync.BARRIER if edge in self.barriers else EdgeSync.TAGGED
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object of the fields."""
+        return {**asdict(self), "barriers": list(self.barriers)}
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlan:
+    """Bytes of a block's shared memory, in the order in which they lie.
+
+    Attributes:
+        inputs: the input rows of a product (16 bits an element), or what attention merges.
+        sums: partial sums of units whose chunks went to several warps.
+        residual: the block's own rows of the residual stream, fp32.
+        ring: slots of weights.
+        misc: barriers and flags (static).
+    """
+
+    inputs: int
+    sums: int
+    residual: int
+    ring: int
+    misc: int = MISC_BYTES
+
+    @property
+    def dynamic(self) -> int:
+        """Bytes that a launch asks for."""
+        return self.inputs + self.sums + self.residual + self.ring
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.dynamic + self.misc
+
+
+def k_padded(cols: int) -> int:
+    """Columns as stored."""
+    return align(cols, K_BLOCK)
+
+
+def tile_count(rows: int) -> int:
+    """Tiles of a matrix."""
+    return -(-rows // TILE_ROWS)
+
+
+def legal_splits(cols: int, limit: int = 16) -> tuple[int, ...]:
+    """Parts that a matrix of `cols` columns can be split in along K: equal, whole blocks of 32."""
+    blocks = k_padded(cols) // K_BLOCK
+    return tuple(s for s in range(1, limit + 1) if blocks % s == 0)
+
+
+def imbalance(tiles: int, split: int, blocks: int) -> float:
+    """Largest over mean units of a block."""
+    units = tiles * split
+    return -(-units // blocks) * blocks / units
+
+
+def head_chunk(group: int) -> int:
+    """Query heads that attention takes at a time: as equal as can be, at most `MAX_HEADS`."""
+    return -(-group // -(-group // MAX_HEADS))
+
+
+def attention_bytes(model: ModelConfig, warps: int) -> int:
+    """Shared memory of one item of attention: queries, the new key and value, partial results."""
+    heads, d = head_chunk(model.group), model.head_dim
+    return 4 * (model.group * d + 2 * d + warps * heads * (d + 2))
+
+
+def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
+    """What a tiling takes of a block's shared memory."""
+    parts = [k_padded(model.hidden), k_padded(model.q_width) // t.o_split,
+             k_padded(model.ffn) // t.down_split]  # fmt: skip
+    rows = work.batch * WEIGHT_BYTES * max(parts)
+    inputs = align(max(rows, attention_bytes(model, t.warps)), 128)
+    chunks = [-(-p // t.chunk_cols) for p in parts]
+    window = max(c * (t.stages // c + 2) for c in chunks)
+    sums = align(4 * TILE_ROWS * work.batch * window, 128)
+    tiles = -(-tile_count(model.hidden) * max(t.o_split, t.down_split) // t.blocks) + 1
+    residual = align(4 * TILE_ROWS * work.batch * tiles, 128)
+    return SharedPlan(inputs, sums, residual, t.stages * t.chunk_bytes)
+
+
+def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> str | None:
+    """The limit that a tiling exceeds on a machine, in words; None when it fits."""
+    plan = shared_plan(model, work, t)
+    if plan.total > machine.shared_bytes:
+        return (
+            f"{plan.total} bytes of shared memory ({t.stages} stages of {t.chunk_bytes}, inputs "
+            f"{plan.inputs}), a block of {machine.name} has {machine.shared_bytes}"
+        )
+    if t.blocks > machine.cores:
+        return f"{t.blocks} blocks, {machine.name} has {machine.cores} SMs"
+    if t.blocks > tile_count(2 * model.ffn):
+        return f"{t.blocks} blocks, but only {tile_count(2 * model.ffn)} tiles of gate and up"
+    if t.stages < t.warps:
+        return f"{t.stages} stages for {t.warps} warps: each warp needs a slot of its own"
+    if t.in_flight > t.stages:
+        return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
+    if t.chunk_cols % K_BLOCK or t.rows != TILE_ROWS:
+        return f"a chunk of {t.rows} x {t.chunk_cols}: expected 8 rows and a multiple of 32"
+    for name, cols, split in (("o", model.q_width, t.o_split), ("down", model.ffn, t.down_split)):
+        if split not in legal_splits(cols):
+            return f"{name}: {cols} columns cannot be split in {split} equal parts of whole 32s"
+    if t.bulk and not machine.has(Feature.BULK_COPY):
+        return f"{machine.name} has no copy engine"
+    return None
+
+
+def _split(rows: int, cols: int, blocks: int, batch: int, room: int) -> int:
+    """The fewest parts along K that balance the blocks and whose input rows fit in `room`."""
+    fits = [s for s in legal_splits(cols) if batch * WEIGHT_BYTES * k_padded(cols) // s <= room]
+    choices = fits or [legal_splits(cols)[-1]]
+    tiles = tile_count(rows)
+    for s in choices:
+        if imbalance(tiles, s, blocks) <= BALANCE:
+            return s
+    return min(choices, key=lambda s: (imbalance(tiles, s, blocks), s))
+
+
+def default_tiling(
+    model: ModelConfig, work: Workload, machine: Machine, blocks: int | None = None
+) -> GpuTiling:
+    """The tiling that is taken without a search.
+
+    One block an SM (fewer where there are fewer tiles of gate and up than SMs); tiles are split
+    along K where a block's share would be over 15% above the mean, or where the input rows would
+    take over a third of shared memory; the context is cut so that every block has a piece, at most
+    8 of them; the ring takes the rest of shared memory, with 48 KB of it in flight. `blocks`
+    replaces the machine's SM count. Raises `Infeasible` naming the limit where nothing fits.
+    """
+    wanted = machine.cores if blocks is None else blocks
+    count = max(1, min(wanted, tile_count(2 * model.ffn)))
+    room = machine.shared_bytes // 3
+    bulk = machine.has(Feature.BULK_COPY)
+    groups = work.batch * model.kv_heads
+    t = GpuTiling(
+        blocks=count,
+        o_split=_split(model.hidden, model.q_width, count, work.batch, room),
+        down_split=_split(model.hidden, model.ffn, count, work.batch, room),
+        kv_pieces=max(1, min(8, count // groups)),
+        bulk=bulk,
+        loader_warps=1,
+    )
+    for cols in (512, 256, 128):
+        t = replace(t, chunk_cols=cols, stages=MAX_STAGES)
+        while t.stages > t.warps and shared_plan(model, work, t).total > machine.shared_bytes:
+            t = replace(t, stages=t.stages - 1)
+        if shared_plan(model, work, t).total <= machine.shared_bytes:
+            break
+    flight = max(2, min(t.stages, IN_FLIGHT_BYTES // t.chunk_bytes))
+    t = replace(t, in_flight=flight)
+    why = refuse(model, work, t, machine)
+    if why is not None:
+        raise Infeasible(f"no megakernel for {machine.name}: {why}")
+    return t
