@@ -237,3 +237,25 @@ def blocks_of(graph: Graph) -> list[BlockGraph]:
         if node.op is Op.BLOCK:
             out.setdefault(node.attrs.block)
     return list(out)
+
+
+def collapse(graph: Graph, extent: int, shapes: Sequence[Shape]) -> Graph:
+    """`graph` for inputs of `shapes`, in which dims of extent `extent` (and of no other meaning:
+    choose it so) may have become 1.
+
+    Blocks do not cut such a dim any more: its grid axes and loops go to 1. Raises what `resize`
+    raises.
+    """
+    grids: dict[BlockGraph, tuple[int, ...]] = {}
+    loops: dict[BlockGraph, int] = {}
+    for block in blocks_of(graph):
+        grid, loop = list(block.grid), block.loop
+        for load in block.loads:
+            at: LoadAttrs = load.attrs
+            for axis, d in enumerate(at.imap):
+                if d is not None and at.full[d] == extent:
+                    grid[axis] = 1
+            if at.fmap is not None and at.full[at.fmap] == extent:
+                loop = 1
+        grids[block], loops[block] = tuple(grid), loop
+    return resize(graph, shapes, grids, loops, sizes_for(graph, shapes))

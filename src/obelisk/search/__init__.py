@@ -5,7 +5,7 @@ model. It never times a candidate and never judges one: that is for `tune` and `
 """
 
 from obelisk.search.driver import search
-from obelisk.search.plan import Plan, replan
+from obelisk.search.plan import Plan, plan_plain, read_plan, replan, replan_one
 from obelisk.search.results import (
     CandidateFile,
     StoredCandidate,
@@ -23,8 +23,11 @@ __all__ = [
     "SearchStats",
     "Space",
     "StoredCandidate",
+    "plan_plain",
     "read_candidates",
+    "read_plan",
     "replan",
+    "replan_one",
     "search",
     "write_candidates",
 ]

@@ -3,24 +3,27 @@
 A plan says how a program's operators are cut into intervals and which skeleton computes each.
 `replan` applies it to the same program at another batch or context length: only sizes are chosen
 again, from two proposals (the same tiles, or the same numbers of blocks), so it costs milliseconds,
-not a search. A proof of the candidate keeps sizes symbolic and covers the result; what was only
-tested is to be tested again.
+not a search. What a proof of the candidate says of the result is for `verify.family` to decide.
+Plans have a plain form for files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from obelisk.base.errors import Infeasible
-from obelisk.ir import Graph, make_graph
+from obelisk.base.errors import Infeasible, ParseError, UserError
+from obelisk.ir import Graph, Node, make_graph
 from obelisk.ir.block import ceil_div
+from obelisk.ir.resize import collapse
 from obelisk.machine import Machine
 from obelisk.search.axes import Axis, Dims, Segment
 from obelisk.search.partition import Choice, Cover, Partition
 from obelisk.search.sizes import Instance, Sizer
 from obelisk.search.skeleton import Sizes, Skeleton
 from obelisk.search.threads import fuse_graph
+from obelisk.search.units import read_sizes, read_skeleton, sizes_plain, skeleton_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,42 @@ def replan(plan: Plan, graph: Graph, machine: Machine) -> Graph:
     """The plan's structure for the same program at other extents.
 
     Raises `Infeasible` where the program is not the same but for extents (other operators, or an
-    extent that became 1 or ceased to be 1), or where no proposed size fits the machine: search
-    again then.
+    extent that became 1 or ceased to be 1: see `replan_one`), or where no proposed size fits the
+    machine: search again then.
     """
+    found = _assemble(plan, graph, machine)
+    return fuse_graph(found, machine) if plan.thread_graphs else found
+
+
+def replan_one(plan: Plan, wide: Graph, extent: int, graph: Graph, machine: Machine) -> Graph:
+    """The plan's structure where extents became 1, so that `graph` alone no longer says which axes
+    there were.
+
+    `wide` is the same program with `extent` in their place, a number that is no other extent of it.
+    Raises `Infeasible` like `replan`, and where the structure does not exist at 1.
+    """
+    try:
+        found = collapse(
+            _assemble(plan, wide, machine), extent, [node.shape for node in graph.inputs]
+        )
+    except UserError as e:
+        raise Infeasible(f"the plan has no form at extent 1: {e}; search again") from None
+    if [o.shape for o in found.outputs] != [o.shape for o in graph.outputs]:
+        raise Infeasible("the plan has no form at extent 1: its results differ; search again")
+    found = make_graph(
+        graph.inputs, _over(found, graph), graph.input_names, graph.output_names, graph.name
+    )
+    return fuse_graph(found, machine) if plan.thread_graphs else found
+
+
+def _over(found: Graph, graph: Graph) -> tuple[Node, ...]:
+    """Outputs of `found`, if they read the inputs of `graph`."""
+    if found.inputs != graph.inputs:
+        raise Infeasible("the plan has no form at extent 1: its inputs' strides differ")
+    return found.outputs
+
+
+def _assemble(plan: Plan, graph: Graph, machine: Machine) -> Graph:
     partition = Partition(graph, machine, plan.window)
     if not plan.pieces or plan.pieces[-1].last != len(partition.order):
         raise Infeasible("the plan is of another program: its operators differ; search again")
@@ -97,8 +133,7 @@ def replan(plan: Plan, graph: Graph, machine: Machine) -> Graph:
             chosen[id(interval)] = _resize(piece, interval.segment, machine)
     cover = Cover(tuple(intervals), 0.0)
     outputs = partition.assemble(cover, lambda i: chosen.get(id(i)))
-    found = make_graph(graph.inputs, outputs, graph.input_names, graph.output_names, graph.name)
-    return fuse_graph(found, machine) if plan.thread_graphs else found
+    return make_graph(graph.inputs, outputs, graph.input_names, graph.output_names, graph.name)
 
 
 def _resize(piece: Piece, segment: Segment | None, machine: Machine) -> Instance:
@@ -136,4 +171,43 @@ def _same_tiles(piece: Piece, segment: Segment) -> Sizes:
         1 if split is None else max(2, scaled(split, sizes.split)),
         all_scaled(sizes.combine),
         sizes.threads,
+        sizes.combine_threads,
+    )
+
+
+def plan_plain(plan: Plan) -> Any:
+    """A plan as a JSON value; `read_plan` reads it back to an equal one."""
+    pieces = []
+    for p in plan.pieces:
+        row: dict[str, Any] = {"first": p.first, "last": p.last}
+        if p.skeleton is not None and p.sizes is not None:
+            row |= {
+                "skeleton": skeleton_plain(p.skeleton),
+                "extents": list(p.extents),
+                "leaf_dims": [list(d) for d in p.leaf_dims],
+                "sizes": sizes_plain(p.sizes),
+            }
+        pieces.append(row)
+    return {"pieces": pieces, "window": plan.window, "thread_graphs": plan.thread_graphs}
+
+
+def read_plan(data: Any) -> Plan:
+    """From `plan_plain`; raises `ParseError` for anything else."""
+    try:
+        pieces = tuple(_read_piece(row) for row in data["pieces"])
+        return Plan(pieces, int(data["window"]), bool(data["thread_graphs"]))
+    except (KeyError, TypeError, ValueError) as e:
+        raise ParseError(f"not a plan: {e!r}") from None
+
+
+def _read_piece(row: Mapping[str, Any]) -> Piece:
+    if "skeleton" not in row:
+        return Piece(row["first"], row["last"], None)
+    return Piece(
+        row["first"],
+        row["last"],
+        read_skeleton(row["skeleton"]),
+        tuple(row["extents"]),
+        tuple(tuple(d) for d in row["leaf_dims"]),
+        read_sizes(row["sizes"]),
     )

@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -79,18 +80,19 @@ class Prover:
         as here. The caps are on rounds and rows, not on time, so that the answer is always the
         same.
         """
+        return self.settle(lambda: pose(program, candidate))
+
+    def settle(self, make: Callable[[], Obligation]) -> Proof:
+        """Try to discharge an obligation; `make` may raise what posing one raises."""
         start = time.perf_counter()
         try:
-            joined, detail = self._prove(program, candidate)
+            joined, detail = self._prove(make())
         except (Unprovable, RecursionError, MissingDependency) as e:
             joined, detail = False, str(e) or type(e).__name__
         return Proof(joined, detail, time.perf_counter() - start)
 
-    def _prove(self, program: Graph, candidate: Graph) -> tuple[bool, str]:
-        translator = Translator()
-        wanted = goals(program, candidate, translator)
-        namer = _Namer(translator, wanted)
-        names = [(namer.goal(g.at, g.program), namer.goal(g.at, g.candidate)) for g in wanted]
+    def _prove(self, obligation: Obligation) -> tuple[bool, str]:
+        namer, names = obligation.namer, obligation.names
         if all(a == b for a, b in names):
             return True, "the same formula"
         kind = (not namer.infinite, bool(namer.clipped))
@@ -106,6 +108,38 @@ class Prover:
         finally:
             if kind in self._engines:
                 engine.run("(pop)")
+
+
+@dataclass(frozen=True, slots=True)
+class Obligation:
+    """What has to be joined: the formulas of both sides, by name, and the facts about them.
+
+    Attributes:
+        text: all of it as text. Names and facts carry the roles of index digits, not their strides,
+            and no extents but those that a proof may use. So equal texts are one problem: a proof
+            for one is a proof for every pair of graphs, at whatever sizes, that poses the same.
+    """
+
+    text: str
+    namer: _Namer
+    names: list[tuple[str, str]]
+
+
+def pose(
+    program: Graph, candidate: Graph, varying: frozenset[tuple[int, int]] = frozenset()
+) -> Obligation:
+    """The obligation that program and candidate are equal. The extents of digits of the input dims
+    `varying` (input, dim) are kept out of it: only that they are filled is said.
+
+    Raises `Unprovable` where the graphs have no form for the prover.
+    """
+    translator = Translator()
+    wanted = goals(program, candidate, translator)
+    namer = _Namer(translator, wanted, varying)
+    names = [(namer.goal(g.at, g.program), namer.goal(g.at, g.candidate)) for g in wanted]
+    said = [f"(Goal {k} {a} {b})" for k, (a, b) in enumerate(names)]
+    flags = f"; infinite {namer.infinite}, clipped {bool(namer.clipped)}"
+    return Obligation("\n".join([flags, *namer.lines, *said, *namer.facts()]), namer, names)
 
 
 def prove(program: Graph, candidate: Graph) -> Proof:
@@ -182,8 +216,13 @@ Key = tuple[int, int, int, int]  # input, dim, stride, extent
 class _Namer:
     """Gives terms names in the e-graph, shared where formulas are the same."""
 
-    def __init__(self, translator: Translator, wanted: list[Goal]) -> None:
-        self.translator = translator
+    def __init__(
+        self,
+        translator: Translator,
+        wanted: list[Goal],
+        varying: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
+        self.translator, self.varying = translator, varying
         self.parent: dict[Key, Key] = {}
         self.role: dict[Var, Key] = {}
         self.lines: list[str] = []
@@ -206,8 +245,23 @@ class _Namer:
         leaves = _inputs([t for g in wanted for t in (g.program, g.candidate)])
         self._refine(leaves)
         self._roles(leaves)
+        self.rank = self._ranks()
+        self.loose = {self._find(k) for k in self.parent if k[:2] in varying}
 
     # digits
+
+    def _ranks(self) -> dict[Key, int]:
+        """The place of every digit among those of its input dim, the widest stride first: names
+        made of it are the same at every size that is cut alike.
+        """
+        places: dict[tuple[int, int], list[Key]] = {}
+        for key in self.parent:
+            places.setdefault(key[:2], []).append(key)
+        return {
+            key: k
+            for keys in places.values()
+            for k, key in enumerate(sorted(keys, key=lambda key: (-key[2], -key[3])))
+        }
 
     def _refine(self, leaves: list[tuple[int, tuple[Index, ...]]]) -> None:
         """Cut every digit where any reading of the same input dim is cut."""
@@ -271,7 +325,8 @@ class _Namer:
 
     def _digit_name(self, var: Var, taken: set[str]) -> str:
         if var in self.role:
-            base = "d" + "_".join(map(str, self._find(self.role[var])))
+            key = self._find(self.role[var])
+            base = f"d{key[0]}_{key[1]}_{self.rank[key]}"
         else:
             base = f"n{var.extent}"
         k = 0
@@ -318,7 +373,7 @@ class _Namer:
                 self.infinite = True
                 return self._put('(Leaf "-inf")', frozenset())
             case "in":
-                text, digits = self._at(term.at, env)
+                text, digits = self._at(term.at, env, term.source)
                 return self._put(f'(Leaf "x{term.source}[{text}]")', digits)
             case "pos":
                 text, digits = self._at(term.at, env)
@@ -353,17 +408,29 @@ class _Namer:
         digits = frozenset().union(*(self.free[a] for a in args))
         return self._put(f"({head} {' '.join(args)})", digits, *args)
 
-    def _at(self, at: tuple[Index, ...], env: dict[Var, str]) -> tuple[str, frozenset[str]]:
-        """Spelling of a reading place, and its digits."""
+    def _at(
+        self, at: tuple[Index, ...], env: dict[Var, str], source: int | None = None
+    ) -> tuple[str, frozenset[str]]:
+        """Spelling of a reading place (of input `source`, if any), and its digits."""
         dims: list[str] = []
         names: set[str] = set()
-        for index in at:
+        for d, index in enumerate(at):
             parts = [str(index.offset)] if index.offset else []
             for stride, var in index.resolved().digits:
                 names.add(env[var])
-                parts.append(f"{stride}*{env[var]}")
+                parts.append(f"{self._stride(source, d, stride, var)}*{env[var]}")
             dims.append("+".join(parts))
         return ",".join(dims), frozenset(names)
+
+    def _stride(self, source: int | None, d: int, stride: int, var: Var) -> str:
+        """A digit's stride, spelled by what it is at every size: the place among the strides of its
+        input dim, or that of the digit's own role; else the number.
+        """
+        if source is not None and (source, d, stride, var.extent) in self.rank:
+            return f"r{self.rank[(source, d, stride, var.extent)]}"
+        if var in self.role and self._find(self.role[var])[2] == stride:
+            return "own"
+        return str(stride)
 
     def _fold(self, term: Term, env: dict[Var, str]) -> str:
         (body,), bound = term.args, term.bound
@@ -448,7 +515,11 @@ class _Namer:
         out = [f"(NonZero {name})" for text, name in self.known.items() if '"x' in text[:8]]
         for spelling, digits in self.sets.items():
             out.append(f'(Digits "{spelling}")')
-            if not digits & self.clipped:
+            if digits & self.clipped:
+                pass
+            elif any(self.role_of.get(d) in self.loose for d in digits):
+                out.append(f'(Filled "{spelling}")')
+            else:
                 extent = prod(self.extents[d] for d in digits)
                 out.append(f'(Extent "{spelling}" (bigrat (bigint {extent}) (bigint 1)))')
             for name in self.atoms:

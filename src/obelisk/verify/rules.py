@@ -6,7 +6,7 @@ formulas, upper-case `A`, `B`, `C` for sets of index digits that a sum or maximu
 
 Conditions: `(Indep a A)`: no digit of A occurs in a. `(Union A B C)`: C joins the disjoint A and B.
 `(Extent A n)`: A runs over n
-values, whatever other digits are. `(NonNeg a)`: a >= 0 wherever it is defined. `(NonZero a)`: a is
+values, whatever other digits are; `(Filled A)`: over at least one. `(NonNeg a)`: a >= 0 wherever it is defined. `(NonZero a)`: a is
 not the zero formula. All rules are identities of real functions wherever both sides are defined.
 """
 
@@ -66,12 +66,12 @@ RULES: tuple[Rule, ...] = (
     Rule("max_assoc", "(Max (Max a b) c)", "(Max a (Max b c))", both=True),
     Rule("max_idem", "(Max a a)", "a"),
     Rule("rmax_of_rmax", "(RMax A (RMax B a))", "(RMax C a)", ("(Union A B C)",)),
-    Rule("rmax_of_constant", "(RMax A a)", "a", ("(Indep a A)", "(Extent A n)")),
+    Rule("rmax_of_constant", "(RMax A a)", "a", ("(Indep a A)", "(Filled A)")),
     Rule("rmax_of_max", "(RMax A (Max a b))", "(Max (RMax A a) (RMax A b))", both=True, tier=1),
     Rule("rmax_of_shifted", "(RMax A (Add a b))", "(Add a (RMax A b))", ("(Indep a A)",),
          both=True, tier=1, finite=True),
     Rule("rmax_of_scaled", "(RMax A (Mul a b))", "(Mul a (RMax A b))",
-         ("(Indep a A)", "(NonNeg a)", "(Extent A n)"), both=True, tier=1, finite=True),
+         ("(Indep a A)", "(NonNeg a)", "(Filled A)"), both=True, tier=1, finite=True),
     Rule("where_of_product", '(Mul z (Fn3 "where" c a b))', '(Fn3 "where" c (Mul z a) (Mul z b))',
          both=True, tier=1),
     Rule("where_of_sum", '(Add z (Fn3 "where" c a b))', '(Fn3 "where" c (Add z a) (Add z b))',
@@ -113,6 +113,7 @@ FACTS = (
     "(rule ((= t (Inv a)) (NonNeg a)) ((NonNeg t)))",
     "(rule ((= t (Sum A a)) (NonNeg a)) ((NonNeg t)))",
     "(rule ((= t (RMax A a)) (NonNeg a)) ((NonNeg t)))",
+    "(rule ((Extent S n)) ((Filled S)))",
     "(rule ((= t (Mul a b)) (NonZero a) (NonZero b)) ((NonZero t)))",
     "(rule ((= t (Inv a)) (NonZero a)) ((NonZero t)))",
 )
@@ -140,6 +141,7 @@ SORTS = """
 (relation Without (String String String))
 (relation Inside (String String))
 (relation Extent (String BigRat))
+(relation Filled (String))
 (relation Steady (String String))
 (relation Digits (String))
 (relation Goal (i64 E E))
