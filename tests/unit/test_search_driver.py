@@ -21,6 +21,7 @@ from obelisk.ir.text import to_text
 from obelisk.machine import find
 from obelisk.search import Budget, SearchResult, Space, read_candidates, search, write_candidates
 from obelisk.search import checkpoint as checkpoints
+from obelisk.search import driver, units
 from obelisk.search.units import Bench, Limits, Outcome, Task
 
 CPU = find("cpu")
@@ -63,9 +64,11 @@ class CtrlC:
 
 
 def test_a_stopped_search_goes_on_without_repeating_a_unit(
-    tmp_path: Path, recorded: list[str]
+    tmp_path: Path, recorded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted at half: the second run does only the rest, and the end is the same."""
+    monkeypatch.setattr(driver, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(units, "TICK_SECONDS", 0.0)
     program, file = load_program("rmsnorm"), tmp_path / "half.json"
     whole = search(program, CPU, workers=1)
     everything = list(recorded)
@@ -173,8 +176,10 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, text: str) -> None:
         search(load_program("lora"), CPU, resume=tmp_path / "none.json")
 
 
-def test_ctrl_c_returns_the_best_so_far(tmp_path: Path) -> None:
+def test_ctrl_c_returns_the_best_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later interruption, no worse best; the checkpoint is written."""
+    monkeypatch.setattr(driver, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(units, "TICK_SECONDS", 0.0)
     program = load_program("rmsnorm")
     whole = search(program, CPU, workers=1)
     last = float("inf")

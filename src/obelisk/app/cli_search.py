@@ -56,6 +56,7 @@ def stats_json(stats: SearchStats) -> dict[str, Any]:
     """The account as JSON values."""
     return {
         "seconds": stats.seconds,
+        "found_seconds": stats.found_seconds,
         "states": stats.states,
         "pruned": dict(stats.pruned),
         "bank_hits": stats.bank_hits,
@@ -85,7 +86,9 @@ def _print_stats(stats: SearchStats) -> None:
     ]
     console.print(rows_table(("level", "count", "number"), rows, left=2))
     stages = ", ".join(f"{name} {s:.2f} s" for name, s in stats.stage_seconds.items())
-    console.print(f"processor time: {stages}")
+    console.print(
+        f"processor time: {stages}; the best candidate was there after {stats.found_seconds:.2f} s"
+    )
     console.print(
         f"{stats.units} units, {stats.resumed} from the checkpoint, {stats.retried} retried, "
         f"{stats.dropped} dropped; {stats.workers} worker processes; "

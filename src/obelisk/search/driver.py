@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from obelisk.base.digest import digest
 from obelisk.base.errors import UserError
@@ -47,6 +48,12 @@ GRACE_SECONDS = 0.3  # wait for workers that stop at the deadline themselves
 ExecutorMaker = Callable[[Callable[[], Limits], Callable[[], str]], Executor]
 
 
+def _timed(result: Outcome | None) -> Iterator[tuple[Any, float]]:
+    """What a unit found, each with the processor seconds after which it had it."""
+    if result is not None:
+        yield from zip(result.found, result.moments, strict=True)
+
+
 @dataclass
 class _Job:
     """The search of one segment: first its syntheses, then sizes for what looks promising."""
@@ -58,6 +65,7 @@ class _Job:
     sizing: dict[str, Skeleton] = field(default_factory=dict)
     sized: dict[str, Outcome] = field(default_factory=dict)
     sketches: list[tuple[Skeleton, Choice]] = field(default_factory=list)
+    begun: dict[str, float] = field(default_factory=dict)  # processor seconds before each unit
     done: bool = False
 
     def sketch(self) -> None:
@@ -65,9 +73,11 @@ class _Job:
         found: dict[str, tuple[Skeleton, Choice]] = {}
         for task in self.tasks:
             result = self.synthesized.get(task.key)
-            for plain, sizes, seconds in result.found if result else ():
+            begun = self.begun.get(task.key, 0.0)
+            for (plain, sizes, seconds), moment in _timed(result):
                 skeleton = read_skeleton(plain)
-                found.setdefault(skeleton.key, (skeleton, choice(skeleton, sizes, seconds)))
+                made = choice(skeleton, sizes, seconds, begun + moment)
+                found.setdefault(skeleton.key, (skeleton, made))
         self.sketches = sorted(found.values(), key=lambda s: (s[1].seconds, s[0].key))
 
     def choices(self) -> list[Choice]:
@@ -76,7 +86,8 @@ class _Job:
         refined = {s.key: self.sized[k] for k, s in self.sizing.items() if k in self.sized}
         for skeleton, sketch in self.sketches:
             better = refined.get(skeleton.key)
-            found = [choice(skeleton, *x) for x in better.found] if better else []
+            begun = self.begun.get(better.key, 0.0) if better else 0.0
+            found = [choice(skeleton, *x, begun + moment) for x, moment in _timed(better)]
             out += found or [sketch]
         out.sort(key=lambda c: (c.seconds, repr(c.sizes)))
         return out
@@ -105,6 +116,8 @@ class _Search:
         self.executor: Executor | None = None
         self.pruned: dict[str, int] = {}
         self.stages: dict[str, float] = {}
+        self.threads: dict[str, int] = {}
+        self.found_seconds = 0.0
         self.states = self.bank_hits = self.skeletons = self.instances = 0
         self.intervals = self.reused = self.units = self.resumed = self.peak = 0
         self._reported = 0.0
@@ -230,7 +243,10 @@ class _Search:
         self.peak = max(self.peak, result.memory)
         for rule, n in result.pruned.items():
             self.pruned[rule] = self.pruned.get(rule, 0) + n
+        for threads, n in result.threads.items():
+            self.threads[threads] = self.threads.get(threads, 0) + n
         sizing = result.key in job.sizing
+        job.begun[result.key] = sum(self.stages.values())
         stage = "sizes" if sizing else "synthesis"
         self.stages[stage] = self.stages.get(stage, 0.0) + result.seconds
         (job.sized if sizing else job.synthesized)[result.key] = result
@@ -270,9 +286,16 @@ class _Search:
                 self.executor.close()
             self.checkpoint.write()
         if partition is not None:
-            with self._stage("assembly"):
+            try:
+                with self._stage("assembly"):
+                    candidates += self._candidates(partition)
+            except KeyboardInterrupt:  # all is found: put it together all the same
+                self.stopped = "interrupted"
                 candidates += self._candidates(partition)
-        self.progress.update("search", self._now())
+        try:
+            self.progress.update("search", self._now())
+        except KeyboardInterrupt:
+            self.stopped = "interrupted"
         return SearchResult(tuple(candidates[: self.space.keep]), self._stats())
 
     def _candidates(self, partition: Partition) -> list[Candidate]:
@@ -280,6 +303,7 @@ class _Search:
         if cover is None:
             return []
         out: dict[str, Candidate] = {}
+        moments: dict[str, float] = {}
         for chosen, note in _alternatives(cover, self.space.keep):
             if len(out) >= self.space.keep - 1:
                 break
@@ -296,7 +320,10 @@ class _Search:
             if graph.digest != self.graph.digest and graph.digest not in out:
                 plan = make_plan(cover, chosen, self.space.window, self.space.thread_graphs)
                 out[graph.digest] = Candidate(graph, estimate(graph, self.machine), note, plan)
-        return sorted(out.values(), key=lambda c: (c.cost.seconds, c.graph.digest))
+                moments[graph.digest] = max((c.moment for c in chosen.values()), default=0.0)
+        ranked = sorted(out.values(), key=lambda c: (c.cost.seconds, c.graph.digest))
+        self.found_seconds = moments[ranked[0].graph.digest] if ranked else 0.0
+        return ranked
 
     def _instance(self, interval: Interval, chosen: Mapping[int, Choice]) -> Instance | None:
         """An interval's choice, built here; None where its own operators stay."""
@@ -316,12 +343,14 @@ class _Search:
         e = self.executor
         return SearchStats(
             seconds=time.monotonic() - self.begun,
+            found_seconds=self.found_seconds,
             states=self.states,
             pruned=dict(sorted(self.pruned.items())),
             bank_hits=self.bank_hits,
             skeletons=self.skeletons,
             segments=len(self._jobs),
             instances=self.instances,
+            threads=dict(sorted(self.threads.items(), key=lambda t: int(t[0]))),
             stopped=self.stopped or "exhausted",
             intervals=self.intervals,
             reused=self.reused,

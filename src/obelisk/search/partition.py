@@ -29,11 +29,14 @@ EXPECTED = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to compute an interval: a skeleton with sizes, and its predicted seconds alone."""
+    """A way to compute an interval: a skeleton with sizes, its predicted seconds alone, and the
+    processor seconds of the search after which it was there.
+    """
 
     skeleton: Skeleton
     sizes: Sizes
     seconds: float
+    moment: float = field(default=0.0, compare=False)
 
 
 @dataclass

@@ -1,22 +1,22 @@
-"""Choosing sizes for a skeleton by the cost model: coordinate descent over blocks, loop counts and
-splits.
+"""Choosing sizes for a skeleton by the cost model: coordinate descent over blocks, loop counts,
+splits and threads.
 
-Choices come from the program's extents and the machine (cores, vector width), never from a list of
-shapes: tile extents that are powers of two or the whole axis, and block counts that fill the cores
-once or a few times.
+Choices come from the program's extents and the machine (cores, vector width, warp), never from a
+list of shapes: tile extents that are powers of two or the whole axis, block counts that fill the
+cores once or a few times, threads by doublings of a warp up to what a block may have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from obelisk.base.errors import UserError
 from obelisk.ir import BlockGraph, Graph, Node, Op
 from obelisk.ir.block import ceil_div
-from obelisk.machine import Cost, Machine, capacity, estimate
+from obelisk.machine import Cost, Machine, MachineKind, capacity, estimate
 from obelisk.search.axes import Axis, Segment
-from obelisk.search.skeleton import Sizes, Skeleton, instantiate
+from obelisk.search.skeleton import THREADS, Sizes, Skeleton, instantiate
 
 GRID_AXES = 3
 LEAST_GAIN = 0.002  # a smaller predicted gain is noise of the model
@@ -34,11 +34,14 @@ class Instance:
 
 @dataclass(slots=True)
 class SizeCounts:
-    """How many size assignments were tried, and why some were dropped."""
+    """How many size assignments were tried, why some were dropped, and how many had which number
+    of threads (where the machine has use for them).
+    """
 
     tried: int = 0
     malformed: int = 0
     too_big: int = 0
+    threads: dict[int, int] = field(default_factory=dict)
 
 
 def part_choices(extent: int, machine: Machine) -> list[int]:
@@ -52,6 +55,17 @@ def part_choices(extent: int, machine: Machine) -> list[int]:
             parts.add(machine.cores * waves)
     # Where the tile decides the number of parts, fewer parts give the same tile: keep the smallest.
     return sorted({ceil_div(extent, ceil_div(extent, p)) for p in parts})
+
+
+def thread_choices(machine: Machine) -> list[int]:
+    """Threads of a block worth trying: whole warps by doublings, as many as a block may have.
+
+    On a CPU a block is the work of one core and its threads are no choice.
+    """
+    if machine.kind is MachineKind.CPU:
+        return [THREADS]
+    counts = range((machine.threads_per_block // machine.warp).bit_length())
+    return [machine.warp << i for i in counts]
 
 
 def standalone(segment: Segment, results: Sequence[Node]) -> Graph:
@@ -69,6 +83,7 @@ class Sizer:
     ) -> None:
         self.skeleton, self.segment, self.machine, self.stop = skeleton, segment, machine, stop
         self.counts = SizeCounts()
+        self.threads = thread_choices(machine)
         self.known: dict[Sizes, Instance | None] = {}
 
     def evaluate(self, sizes: Sizes) -> Instance | None:
@@ -76,6 +91,8 @@ class Sizer:
         if sizes in self.known:
             return self.known[sizes]
         self.counts.tried += 1
+        if len(self.threads) > 1:
+            self.counts.threads[sizes.threads] = self.counts.threads.get(sizes.threads, 0) + 1
         self.known[sizes] = None
         try:
             results = instantiate(self.skeleton, self.segment, sizes)
@@ -132,17 +149,32 @@ class Sizer:
             for n in part_choices(extents[split], machine):
                 if 1 < n <= 4 * machine.cores:
                     yield replace(sizes, split=n)
+        for n in self.threads:
+            if n != sizes.threads:
+                yield replace(sizes, threads=n)
         combine = dict(sizes.combine)
         for axis in combine:
             for n in part_choices(extents[axis], machine):
                 changed = {**combine, axis: n}
                 if sum(v > 1 for v in changed.values()) <= GRID_AXES:
                     yield replace(sizes, combine=tuple(changed.items()))
+        for n in self.threads if split is not None else ():
+            if n != sizes.combine_threads:
+                yield replace(sizes, combine_threads=n)
 
     def sketch(self) -> Instance | None:
         """The best starting point: a first opinion of the skeleton, at a handful of evaluations."""
-        found = [i for start in self.starts() if (i := self.evaluate(start)) is not None]
+        found = [i for start in self.starts() if (i := self._fitting(start)) is not None]
         return min(found, key=_rank, default=None)
+
+    def _fitting(self, start: Sizes) -> Instance | None:
+        """A start with the fewest threads that hold its accumulators."""
+        for n in [t for t in self.threads if t >= THREADS] or self.threads[-1:]:
+            before = self.counts.too_big
+            found = self.evaluate(replace(start, threads=n))
+            if found is not None or self.counts.too_big == before:
+                return found
+        return None
 
     def best(self, keep: int) -> list[Instance]:
         """The cheapest assignments found by descent from the best start, cheapest first."""

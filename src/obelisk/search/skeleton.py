@@ -20,7 +20,7 @@ from obelisk.search.axes import Axis, Dims, Segment
 from obelisk.search.synth import Synthesis
 from obelisk.search.value import Schedule, Stage, Value
 
-COMBINE_THREADS = 128
+THREADS = 128  # of a block, where the machine has no use for them (a CPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +137,15 @@ def _renumber(step: tuple[Any, ...], index: Mapping[int, int]) -> tuple[Any, ...
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Blocks per grid axis of the first and of the combining kernel, loop iterations, parts of the
-    split axis.
+    split axis, threads of a block of either kernel.
     """
 
     parts: tuple[tuple[Axis, int], ...] = ()
     loop: int = 1
     split: int = 1
     combine: tuple[tuple[Axis, int], ...] = ()
-    threads: int = 128
+    threads: int = THREADS
+    combine_threads: int = THREADS
 
 
 def instantiate(skeleton: Skeleton, segment: Segment, sizes: Sizes) -> list[Node]:
@@ -191,7 +192,7 @@ class _Builder:
     def _combine(self, parts: Mapping[int, Node]) -> list[Node]:
         """The second kernel: blocks of the first are a leading dim here."""
         grid = [(a, n) for a, n in self.sizes.combine if n > 1]
-        second = BlockBuilder([n for _, n in grid] or [1], 1, COMBINE_THREADS)
+        second = BlockBuilder([n for _, n in grid] or [1], 1, self.sizes.combine_threads)
         self.nodes = {
             i: n for i, n in self.nodes.items() if self.skeleton.steps[i].op[0] == "const"
         }

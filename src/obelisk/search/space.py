@@ -80,6 +80,8 @@ class SearchStats:
 
     Attributes:
         seconds: wall time.
+        found_seconds: processor seconds, over all processes, after which the last part of the
+            candidate that ends up best had been found.
         states: values tried at block level.
         pruned: values and instances dropped, by rule.
         bank_hits: values that equal one already in the bank (states saved by observational
@@ -87,6 +89,7 @@ class SearchStats:
         skeletons: schedules (grid and loop choices over axes) in which a kernel was found.
         segments: different program segments searched.
         instances: sized skeletons that were built and costed.
+        threads: how many of them had so many threads a block (empty for a CPU).
         stopped: why it ended ("exhausted", "time", "states", "memory", "interrupted").
         intervals: intervals of the program that the partition asked for.
         reused: intervals answered by an equal segment searched before.
@@ -99,12 +102,14 @@ class SearchStats:
     """
 
     seconds: float = 0.0
+    found_seconds: float = 0.0
     states: int = 0
     pruned: Mapping[str, int] = field(default_factory=dict)
     bank_hits: int = 0
     skeletons: int = 0
     segments: int = 0
     instances: int = 0
+    threads: Mapping[str, int] = field(default_factory=dict)
     stopped: str = "exhausted"
     intervals: int = 0
     reused: int = 0
@@ -129,7 +134,9 @@ class SearchStats:
                 **{f"pruned: {k}": n for k, n in self.pruned.items() if k not in SIZE_RULES},
             },
             "sizes": {
-                "instances": self.instances, **{f"pruned: {k}": n for k, n in sizes.items()},
+                "instances": self.instances,
+                **{f"with {k} threads": n for k, n in self.threads.items()},
+                **{f"pruned: {k}": n for k, n in sizes.items()},
             },
         }  # fmt: skip
 

@@ -31,7 +31,7 @@ from obelisk.search.space import Space
 from obelisk.search.synth import Synthesis
 from obelisk.search.value import Counts, Mode, Schedule, Stage
 
-VERSION = 1  # of what a unit computes: results of another version are not reused
+VERSION = 2  # of what a unit computes: results of another version are not reused
 SIZES_KEPT = 4  # instances kept of one skeleton
 TICK_SECONDS = 0.1  # how often a unit looks at the clock's relatives: memory, parent, progress
 RAW = Mode()
@@ -92,7 +92,8 @@ class Outcome:
         found: of a synthesis, one [skeleton, sizes, seconds] per skeleton that fits the machine,
             in order of its schedules; of sizing, one [sizes, seconds] each, cheapest first.
         barren: skeletons without any sizes that fit.
-        tried: sized instances built.
+        tried: sized instances built; `threads`: how many had so many threads a block.
+        moments: for each entry of `found`, processor seconds after which the unit had it.
         stopped: the limit that ended it early, or "": only complete outcomes are kept on disk.
         seconds: processor seconds; `memory`: most resident bytes of its process so far.
     """
@@ -104,6 +105,8 @@ class Outcome:
     found: list[Plain] = field(default_factory=list)
     barren: int = 0
     tried: int = 0
+    threads: dict[str, int] = field(default_factory=dict)
+    moments: list[float] = field(default_factory=list)
     stopped: str = ""
     seconds: float = 0.0
     memory: int = 0
@@ -156,20 +159,21 @@ def sizes_plain(z: Sizes) -> Plain:
     """Sizes as a JSON value."""
     return [
         [list(p) for p in z.parts], z.loop, z.split, [list(p) for p in z.combine], z.threads,
+        z.combine_threads,
     ]  # fmt: skip
 
 
 def read_sizes(data: Plain) -> Sizes:
     """From `sizes_plain`, equal to the original."""
-    parts, loop, split, combine, threads = data
+    parts, loop, split, combine, *threads = data
     return Sizes(
-        tuple((a, n) for a, n in parts), loop, split, tuple((a, n) for a, n in combine), threads
+        tuple((a, n) for a, n in parts), loop, split, tuple((a, n) for a, n in combine), *threads
     )
 
 
-def choice(skeleton: Skeleton, sizes: Plain, seconds: float) -> Choice:
+def choice(skeleton: Skeleton, sizes: Plain, seconds: float, moment: float) -> Choice:
     """A choice from a unit's plain result."""
-    return Choice(skeleton, read_sizes(sizes), seconds)
+    return Choice(skeleton, read_sizes(sizes), seconds, moment)
 
 
 # -- which units ----------------------------------------------------------------------------------
@@ -250,6 +254,7 @@ class Bench:
     def _synthesize(
         self, task: Task, segment: Segment, counts: Counts, out: Outcome, stop: Callable[[], bool]
     ) -> None:
+        begun = time.process_time()
         space = self.context.space
         program = Program(segment, self.context.seed)
         for loop in (None, *range(len(segment.extents))):
@@ -276,10 +281,13 @@ class Bench:
                 out.barren += 1
             else:
                 out.found.append([skeleton_plain(skeleton), *_sized(sketch)])
+                out.moments.append(time.process_time() - begun)
 
     def _size(self, task: Task, segment: Segment, out: Outcome, stop: Callable[[], bool]) -> None:
+        begun = time.process_time()
         sizer = Sizer(read_skeleton(task.skeleton), segment, self.context.machine, stop)
         out.found = [_sized(i) for i in sizer.best(SIZES_KEPT)]
+        out.moments = [time.process_time() - begun] * len(out.found)
         _count(sizer, out)
 
 
@@ -290,6 +298,8 @@ def _sized(instance: Instance) -> list[Plain]:
 def _count(sizer: Sizer, out: Outcome) -> None:
     c = sizer.counts
     out.tried += c.tried
+    for threads, n in c.threads.items():
+        out.threads[str(threads)] = out.threads.get(str(threads), 0) + n
     for rule, n in (("malformed", c.malformed), ("capacity", c.too_big)):
         if n:
             out.pruned[rule] = out.pruned.get(rule, 0) + n
