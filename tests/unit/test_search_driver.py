@@ -19,9 +19,17 @@ from obelisk.base.errors import ParseError, UserError
 from obelisk.ir import Graph, KernelGraph
 from obelisk.ir.text import to_text
 from obelisk.machine import find
-from obelisk.search import Budget, SearchResult, Space, read_candidates, search, write_candidates
+from obelisk.search import (
+    Budget,
+    SearchResult,
+    Space,
+    driver,
+    read_candidates,
+    search,
+    units,
+    write_candidates,
+)
 from obelisk.search import checkpoint as checkpoints
-from obelisk.search import driver, units
 from obelisk.search.units import Bench, Limits, Outcome, Task
 
 CPU = find("cpu")
