@@ -150,7 +150,7 @@ def test_limits_of_a_workload_are_exact() -> None:
     window = parse_config(config("mistral", sliding_window=128))
     with pytest.raises(UserError, match="128"):
         Workload(1, 129).check(window)
-    with pytest.raises(UnknownName, match="fp32, bf16, int8"):
+    with pytest.raises(UnknownName, match="fp32, bf16, fp16, int8, w4a16"):
         parse_format("w4")
 
 

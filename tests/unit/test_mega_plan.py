@@ -6,6 +6,7 @@ import contextlib
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from obelisk.app.synth import make_plan
 from obelisk.base.errors import ParseError, UserError
 from obelisk.machine import host
 from obelisk.plan import Plan, host_identity, read_plan, write_plan
+from obelisk.plan.layout import MatrixLayout
 from obelisk.runtime.packing import pack
 from obelisk.schedule import Choice, Sync, place, resources, simulate
 from obelisk.tasks import StepShape, Tiling, WeightFormat, Workload, parse_config
@@ -72,8 +74,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
         ("kernel.so", b"other", "digest of its binary"),
         ("kernel.c", b"int x;", "digest of its source"),
         ("plan.json", b"{}", "format"),
-        ("plan.json", b'{"format": "obelisk-plan", "version": 2}', "version 2"),
-        ("plan.json", b'{"format": "obelisk-plan", "version": 1}', "digest"),
+        ("plan.json", b'{"format": "obelisk-plan", "version": 1}', "version 1, .* reads 2"),
+        ("plan.json", b'{"format": "obelisk-plan", "version": 2}', "digest"),
         ("plan.json", b"[", "damaged"),
     ):
         _rewrite(good, bad, name, data)
@@ -90,6 +92,17 @@ def test_this_host_describes_itself_the_same_way_every_time() -> None:
     assert host_identity().cores >= 1
 
 
+def four_bits(arena: Any, base: int, m: MatrixLayout, r: int, c: int) -> float:
+    """A weight out of its word, by the formulas of plan/layout.py."""
+    wide = 8 * m.lanes
+    at = ((r // m.panel) * (m.cols_padded // wide) + c // wide) * m.panel * m.lanes
+    word = int(arena[base + m.offset :].view(np.uint32)[at + r % m.panel * m.lanes + c % m.lanes])
+    q = word >> 4 * (c // m.lanes % 8) & 15
+    group = (r // m.panel * m.groups + c // m.group) * m.panel + r % m.panel
+    scale = arena[base + m.scale_offset :][: 2 * m.rows * m.groups].view(np.float16)[group]
+    return (q - 8) * float(scale)
+
+
 @pytest.mark.parametrize("form", list(WeightFormat))
 @pytest.mark.parametrize("panel", [4, 8])
 def test_packed_weights_follow_the_documented_formula(form: WeightFormat, panel: int) -> None:
@@ -98,7 +111,7 @@ def test_packed_weights_follow_the_documented_formula(form: WeightFormat, panel:
     tensors = random_tensors(c)
     plan = plan_without_compiler(form, panel)
     arena = pack(plan.layout, tensors.__getitem__)
-    kinds = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8}
+    kinds = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16, "int8": np.int8}
     base = plan.layout.layer_offset + plan.layout.layer_bytes  # layer 1
     p = "model.layers.1."
     gate, up = tensors[p + "mlp.gate_proj.weight"], tensors[p + "mlp.up_proj.weight"]
@@ -107,16 +120,19 @@ def test_packed_weights_follow_the_documented_formula(form: WeightFormat, panel:
 
     def element(name: str, r: int, col: int) -> float:
         m = matrices[name]
+        if m.format == "w4a16":
+            return four_bits(arena, base, m, r, col)
         chunk = (r // m.panel) * (m.cols_padded // m.lanes) + col // m.lanes
         at = chunk * m.panel * m.lanes + (r % m.panel) * m.lanes + col % m.lanes
         data = arena[base + m.offset :].view(kinds[m.format])[at]
-        if m.format == "fp32":
+        if m.format in ("fp32", "fp16"):
             return float(data)
         if m.format == "bf16":
             return float(np.array([int(data) << 16], np.uint32).view(np.float32)[0])
         return float(data) * float(arena[base + m.scale_offset :].view(np.float32)[r])
 
-    tolerance = {"fp32": 0.0, "bf16": 2**-8, "int8": 1 / 127}[form.value]
+    tolerances = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 127, "w4a16": 1 / 7.4}
+    tolerance = tolerances[form.value]
     for row, col in ((0, 0), (3, 43), (17, 20), (74, 7)):
         at = row // panel * 2 * panel + row % panel
         for start, source in ((0, gate), (panel, up)):

@@ -20,8 +20,18 @@ from obelisk.build import compile_c
 from obelisk.ir import run
 from obelisk.machine import host
 from obelisk.mega.cpu.emit import emit_cpu
-from obelisk.plan.layout import MatrixLayout, RowBlock
-from obelisk.runtime.packing import _panels, aligned, quantise, to_bf16
+from obelisk.plan.layout import WORD, MatrixLayout, RowBlock, align
+from obelisk.runtime.gptq import Grouped
+from obelisk.runtime.packing import (
+    aligned,
+    by_panel,
+    panels,
+    quantise,
+    quantise_groups,
+    to_bf16,
+    to_fp16,
+    words,
+)
 from obelisk.schedule import Sync, place
 from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import (
@@ -47,21 +57,23 @@ Array = Any
 DOORS = (Path(__file__).parents[1] / "mega_doors.h").read_text()
 
 
-def shape_of(form: WeightFormat = WeightFormat.FP32, batch: int = 3) -> StepShape:
+def shape_of(
+    form: WeightFormat = WeightFormat.FP32, group: int = 128, zeros: bool = False
+) -> StepShape:
     """Odd sizes everywhere: nothing is a multiple of a vector."""
     c = config(
         "qwen3", hidden_size=50, head_dim=12, num_attention_heads=6, num_key_value_heads=2,
         intermediate_size=77, vocab_size=131, mlp_bias=True,
     )  # fmt: skip
     tiling = Tiling(cores=2, kv_splits=2, fuse_rope=False)
-    return StepShape(parse_config(c), Workload(batch, 300, form), tiling, host().lanes)
+    return StepShape(parse_config(c), Workload(3, 300, form, group, zeros), tiling, host().lanes)
 
 
 class Bodies:
     """The compiled bodies of one weight format."""
 
-    def __init__(self, form: WeightFormat) -> None:
-        self.s = shape_of(form)
+    def __init__(self, form: WeightFormat, group: int, zeros: bool) -> None:
+        self.s = shape_of(form, group, zeros)
         source = emit_cpu(place(self.s, Sync.COUNTER), weight_layout(self.s)).source + DOORS
         self.library = ctypes.CDLL(str(compile_c(source).path))
         self.rng = np.random.default_rng(0)
@@ -85,28 +97,43 @@ class Bodies:
         out[:, : x.shape[1]] = x
         return out
 
-    def packed(self, w: Array) -> tuple[Array, Array | None, Array]:
-        """A matrix in panels, its scales, and what it means as float32."""
-        s, form = self.s, self.s.work.weights
-        panel, lanes = s.tiling.panel, s.lanes
-        rows, cols = -(-w.shape[0] // panel) * panel, -(-w.shape[1] // lanes) * lanes
+    def packed(self, w: Array) -> tuple[Array, Array | None, Array | None, Array]:
+        """A matrix as its format stores it, scales, zeros, and what it means as float32."""
+        s, work = self.s, self.s.work
+        form, panel, four = work.weights, s.tiling.panel, work.weights is WeightFormat.W4A16
+        chunk = s.lanes * (WORD if four else 1)
+        rows, cols = align(w.shape[0], panel), align(w.shape[1], chunk)
         m = MatrixLayout("w", (RowBlock(("w",), 0, w.shape[0]),), rows, w.shape[1], cols, panel,
-                         lanes, form.value, 0)  # fmt: skip
+                         s.lanes, form.value, 0, -1, work.group if four else 0)  # fmt: skip
         if form is WeightFormat.FP32:
-            return _panels(w, m), None, w
+            return panels(w, m), None, None, w
         if form is WeightFormat.BF16:
             b = to_bf16(w)
-            return _panels(b, m), None, (b.astype(np.uint32) << 16).view(np.float32)
-        q, scale = quantise(w)
-        full = np.ones(rows, np.float32)
-        full[: scale.size] = scale
-        return _panels(q, m), full, q.astype(np.float32) * scale[:, None]
+            return panels(b, m), None, None, (b.astype(np.uint32) << 16).view(np.float32)
+        if form is WeightFormat.FP16:
+            h = to_fp16(w)
+            return panels(h, m), None, None, h.astype(np.float32)
+        if form is WeightFormat.INT8:
+            q, scale = quantise(w)
+            full = np.ones(rows, np.float32)
+            full[: scale.size] = scale
+            return panels(q, m), full, None, q.astype(np.float32) * scale[:, None]
+        g = quantise_groups(w, work.group)
+        if work.zeros:  # groups of a foreign checkpoint: any level, any zero
+            q, zero = (self.rng.integers(0, 16, x.shape).astype(np.uint8) for x in (g.q, g.zero))
+            padding = (w == 0).all(1, keepdims=True)
+            g = Grouped(q, np.where(padding, np.float16(0), g.scale), zero, g.group)
+        zeros = by_panel(g.zero, m, np.uint8) if work.zeros else None
+        return words(g.q, m), by_panel(g.scale, m, np.float16), zeros, g.dense()
 
 
-@pytest.fixture(scope="module", params=list(WeightFormat))
+FORMS = [*((f, 128, False) for f in WeightFormat), (WeightFormat.W4A16, 32, True)]
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=lambda x: f"{x[0]}-{x[1]}")
 def bodies(request: pytest.FixtureRequest, compiler: str) -> Bodies:
-    """Each weight format."""
-    return Bodies(request.param)
+    """Each weight format, and groups that end within a vector of words, with zeros."""
+    return Bodies(*request.param)
 
 
 def close(got: Array, want: Array) -> None:
@@ -130,18 +157,18 @@ def test_rows_and_residual(bodies: Bodies, bias: bool) -> None:
     """The product alone, and added to the residual stream; rows beyond the tile stay."""
     s, b = bodies.s, bodies
     x, w, c = b.normal(3, 50), b.normal(40, 50), b.normal(40) if bias else None
-    packed, scale, means = b.packed(w)
-    chunks = -(-50 // s.lanes)
+    packed, scale, zero, means = b.packed(w)
+    chunks = -(-50 // (s.lanes * (WORD if s.work.weights is WeightFormat.W4A16 else 1)))
     h = b.padded(x, s.hidden_padded)
     out = np.full((3, 48), 7.0, np.float32)
-    b.call("t_rows", packed, scale, c, 8, 32, chunks, h, s.hidden_padded, out, 48)
+    b.call("t_rows", packed, scale, zero, c, 8, 32, chunks, h, s.hidden_padded, out, 48)
     args = [x, means[8:32], *([c[8:32]] if c is not None else [])]
     close(out[:, 8:32], run(meaning.rows(s, 24, 50, bias), args)[0])
     assert (out[:, :8] == 7).all()
     assert (out[:, 32:] == 7).all()
     stream = b.padded(b.normal(3, 50), s.hidden_padded)
     before = stream.copy()
-    b.call("t_residual", packed, scale, c, 8, 32, chunks, h, s.hidden_padded, stream)
+    b.call("t_residual", packed, scale, zero, c, 8, 32, chunks, h, s.hidden_padded, stream)
     args = [x, before[:, 8:32], means[8:32], *([c[8:32]] if c is not None else [])]
     close(stream[:, 8:32], run(meaning.residual(s, 8, 32, 50, bias), args)[0])
     assert np.array_equal(stream[:, 32:], before[:, 32:])
@@ -159,10 +186,10 @@ def test_gate_and_up(bodies: Bodies) -> None:
         for r in range(77):
             at = r // s.tiling.panel * 2 * s.tiling.panel + i * s.tiling.panel + r % s.tiling.panel
             w[at], c[at] = m[r], bias[r]
-    packed, scale, means = b.packed(w)
+    packed, scale, zero, means = b.packed(w)
     at = [r // s.tiling.panel * 2 * s.tiling.panel + r % s.tiling.panel for r in range(77)]
     out = np.full((3, s.ffn_padded), np.nan, np.float32)
-    b.call("t_up", packed, scale, c, 0, rows, b.padded(x, s.hidden_padded), out)
+    b.call("t_up", packed, scale, zero, c, 0, rows, b.padded(x, s.hidden_padded), out)
     second = [a + s.tiling.panel for a in at]
     want = run(meaning.gated(s, 77), [x, means[at], biases[0], means[second], biases[1]])[0]
     close(out[:, :77], want)

@@ -83,7 +83,9 @@ def synth(
         int | None,
         typer.Option("--context", help="Positions of a sequence [2048, or the model's]."),
     ] = None,
-    weights: Annotated[str, typer.Option("--weights", help="fp32, bf16 or int8.")] = "fp32",
+    weights: Annotated[
+        str, typer.Option("--weights", help="fp32, bf16, fp16, int8, w4a16, w4a16:64 (groups).")
+    ] = "fp32",
     cores: Annotated[
         int | None, typer.Option("--cores", help="Pinned threads [all usable cores].")
     ] = None,
@@ -102,7 +104,8 @@ def synth(
         config = read_config(model)
         machine = find(device)
         target_of(machine)
-        _explain(*explain(config, workload_of(config, batch, context, weights), machine, cores))
+        work = workload_of(config, batch, context, weights, model)
+        _explain(*explain(config, work, machine, cores))
         return
     if output is None:
         raise UserError("synth needs -o PLAN, the file to write (or --explain)")

@@ -21,7 +21,8 @@ from obelisk.machine import Machine, find
 from obelisk.mega import emit_cpu, target_of
 from obelisk.plan import CacheLayout, EdgeName, Plan, host_identity
 from obelisk.runtime import Checkpoint, Session, file_digests
-from obelisk.runtime.packing import pack, quantise, to_bf16
+from obelisk.runtime.gptq import read_gptq
+from obelisk.runtime.packing import pack, stored
 from obelisk.schedule import Choice, SearchAccount, search_schedules
 from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import (
@@ -31,7 +32,7 @@ from obelisk.tasks import (
     Workload,
     checkpoint_tensors,
     inverse_frequencies,
-    parse_format,
+    parse_weights,
     read_config,
     weight_layout,
 )
@@ -94,10 +95,7 @@ def make_plan(
         weights_path=str(Path(folder).resolve()) if folder else "",
         weights_digests=digests or {},
         tensors=tuple((t.name, t.shape) for t in checkpoint_tensors(model)),
-        workload={
-            "batch": shape.batch, "context": shape.work.context,
-            "weights": shape.work.weights.value,
-        },
+        workload=shape.work.to_json(),
         schedule=schedule.to_json(),
         edges=tuple(EdgeName(e.name, e.base, e.groups, e.layered) for e in emitted.edges),
         barriers=emitted.barriers,
@@ -158,8 +156,8 @@ def synthesise(
     model = read_config(folder)
     checkpoint = Checkpoint(folder)
     checkpoint.check([(t.name, t.shape) for t in checkpoint_tensors(model)], model.layers)
-    length = min(2048, model.max_positions) if context is None else context
-    work = Workload(batch, length, parse_format(weights))
+    work = workload_of(model, batch, context, weights, folder)
+    length = work.context
     choices, account = search_schedules(
         model, work, machine, cores=cores, keep=max(1, profile), progress=listener
     )
@@ -172,7 +170,7 @@ def synthesise(
         key = str(plan.layout)
         if key not in arenas:
             arenas.clear()  # one copy of the weights at a time
-            arenas[key] = pack(plan.layout, checkpoint.tensor)
+            arenas[key] = pack(plan.layout, checkpoint.tensor, checkpoint.grouped)
         seconds = time_step(Session(plan, arenas[key]))
         rows.append(Profiled(rank, describe(choice), choice.timeline.seconds, seconds))
         plans.append(plan)
@@ -181,9 +179,11 @@ def synthesise(
     assert best is not None
     chosen = choices[best]
     layout = plans[best].layout
-    arena = arenas[str(layout)] if str(layout) in arenas else pack(layout, checkpoint.tensor)
+    if str(layout) not in arenas:
+        arenas = {str(layout): pack(layout, checkpoint.tensor, checkpoint.grouped)}
     listener.update("judge", {"schedule": best})
-    tolerance = judge(Session(plans[best], arena), chosen, checkpoint.tensor)
+    means = stored(layout, checkpoint.tensor, checkpoint.grouped)
+    tolerance = judge(Session(plans[best], arenas[str(layout)]), chosen, means)
     measured = {
         "step_seconds": rows[best].seconds,
         "position": length // 2,
@@ -197,32 +197,17 @@ def synthesise(
     )  # fmt: skip
 
 
-def _stored(source: Source, form: WeightFormat) -> Source:
-    """Weights as the plan holds them: matrices rounded to its format."""
-
-    def read(name: str) -> Any:
-        w = source(name)
-        if w.ndim == 1 or form is WeightFormat.FP32:
-            return w
-        if form is WeightFormat.BF16:
-            return (to_bf16(w).astype(np.uint32) << 16).view(np.float32)
-        q, scale = quantise(w)
-        return q.astype(np.float32) * scale[:, None]
-
-    return read
-
-
 def judge(session: Session, choice: Choice, source: Source) -> float | None:
     """The largest error of a few steps' logits, relative to the largest logit.
 
     The reference is the same schedule in the virtual machine, each task by its float64 meaning, on
-    the weights as stored. Raises `InternalError` above `TOLERANCE`: such a plan is not written.
-    None for models beyond `JUDGED` weights, whose float64 copy would not fit a laptop.
+    the weights as stored (`source`). Raises `InternalError` above `TOLERANCE`: such a plan is not
+    written. None for models beyond `JUDGED` weights, whose float64 copy would not fit a laptop.
     """
     shape, plan = choice.schedule.shape, session.plan
-    if plan.layout.total_bytes // shape.work.weights.nbytes > JUDGED:
+    if plan.layout.total_bytes / shape.work.weight_bytes > JUDGED:
         return None
-    machine = VirtualMachine(choice.schedule, _stored(source, shape.work.weights))
+    machine = VirtualMachine(choice.schedule, source)
     page = choice.schedule.pages.page("logits")
     rows = session.scratch.view(np.float32)[page.offset :]
     rng = np.random.default_rng(0)
@@ -248,10 +233,19 @@ def explain(
     return search_schedules(model, work, machine, cores=cores, keep=1 << 16)
 
 
-def workload_of(model: ModelConfig, batch: int, context: int | None, weights: str) -> Workload:
-    """The workload that `synthesise` would take; raises `UserError` when it exceeds a limit."""
+def workload_of(
+    model: ModelConfig, batch: int, context: int | None, weights: str, folder: str | Path = ""
+) -> Workload:
+    """The workload that `synthesise` would take: 4-bit groups are those of the checkpoint in
+    `folder` where it has any. Raises `UserError` when it exceeds a limit.
+    """
     length = min(2048, model.max_positions) if context is None else context
-    work = Workload(batch, length, parse_format(weights))
+    form, group = parse_weights(weights)
+    found = read_gptq(folder) if folder and form is WeightFormat.W4A16 else None
+    if found is not None and group not in (None, found.group):
+        raise UserError(f"{folder} has groups of {found.group}, not of {group}: use w4a16")
+    work = Workload(batch, length, form, found.group if found else group or 128,
+                    found is not None and not found.symmetric)  # fmt: skip
     work.check(model)
     return work
 

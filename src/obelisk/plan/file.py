@@ -22,7 +22,7 @@ from obelisk.plan.host import HostIdentity
 from obelisk.plan.layout import CacheLayout, WeightLayout
 
 FORMAT = "obelisk-plan"
-VERSION = 1
+VERSION = 2
 _DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError, ValueError, OSError, EOFError, RuntimeError)
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 

@@ -7,6 +7,14 @@ that a product reads one sequential stream:
 
     index(r, c) = ((r // panel) * (cols_padded // lanes) + c // lanes) * panel * lanes
                   + (r % panel) * lanes + c % lanes        (in elements)
+
+4-bit weights (`w4a16`) lie in 32-bit words of 8 columns, `lanes` apart: the same formula with words
+for elements, 8 * lanes columns to a chunk, and
+
+    word(r, c) = ((r // panel) * (cols_padded // (8 * lanes)) + c // (8 * lanes)) * panel * lanes
+                 + (r % panel) * lanes + c % lanes
+    bits of (r, c) in it: 4 * j to 4 * j + 3, j = c // lanes % 8
+    group(r, g) = ((r // panel) * groups + g) * panel + r % panel      (of scales, and of zeros)
 """
 
 from __future__ import annotations
@@ -16,6 +24,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 ALIGN = 64  # bytes: a cache line; every tensor of an arena begins on one
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "w4a16": 4}  # of one weight, by format
+WORD = 8  # 4-bit weights of a word
 
 
 def align(size: int, to: int = ALIGN) -> int:
@@ -53,11 +63,14 @@ class MatrixLayout:
         name: what the kernel calls it.
         blocks: where its rows come from; names may hold `{layer}`.
         rows, cols: packed rows (a multiple of `panel`) and true columns.
-        cols_padded: columns as stored, a multiple of `lanes`.
+        cols_padded: columns as stored, a multiple of `lanes` (w4a16: of 8 * `lanes`).
         panel, lanes: see the module's text.
-        format: fp32, bf16 or int8.
+        format: fp32, bf16, fp16, int8 or w4a16.
         offset: bytes from the start of its part of the arena.
-        scale_offset: int8 alone: bytes to its `rows` fp32 scales; else -1.
+        scale_offset: int8: bytes to its `rows` fp32 scales; w4a16: to its `rows` * `groups` fp16
+            scales; else -1.
+        group: w4a16 alone: columns that share a scale; else 0.
+        zero_offset: w4a16 alone: bytes to its uint8 zeros; -1: every zero is 8.
     """
 
     name: str
@@ -70,6 +83,18 @@ class MatrixLayout:
     format: str
     offset: int
     scale_offset: int = -1
+    group: int = 0
+    zero_offset: int = -1
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row, padding included."""
+        return -(-self.cols_padded // self.group) if self.group else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights alone, without scales and zeros."""
+        return self.rows * self.cols_padded * BITS[self.format] // 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,33 @@
 """Repacking a checkpoint into a plan's layout, once, when it is loaded.
 
-Takes a `WeightLayout` and a source of float32 tensors; gives one aligned arena. int8 rows are
-rounded to the nearest multiple of largest / 127; bf16 to the nearest even.
+Takes a `WeightLayout` and a source of float32 tensors (and of 4-bit groups, where the checkpoint
+has them); gives one aligned arena. int8 rows are rounded to the nearest multiple of largest / 127;
+bf16 and fp16 to the nearest even; w4a16 groups are taken as they are, or rounded to the nearest of
+16 levels about 0. `stored` gives the weights that an arena means.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from obelisk.base.errors import UserError
-from obelisk.plan.layout import MatrixLayout, RowBlock, VectorLayout, WeightLayout
+from obelisk.plan.layout import WORD, MatrixLayout, RowBlock, VectorLayout, WeightLayout
+from obelisk.runtime.gptq import Grouped
 
 Array = Any
 Source = Callable[[str], Array]
+GroupSource = Callable[[str], Grouped | None]
 CACHE_LINE = 64
+FP16_LARGEST = 65504.0
+
+
+def dense_only(name: str) -> Grouped | None:
+    """A `GroupSource` of a checkpoint without 4-bit weights."""
+    return None
 
 
 def aligned(size: int) -> Array:
@@ -26,9 +37,12 @@ def aligned(size: int) -> Array:
     return raw[skip : skip + size]
 
 
-def _gather(blocks: Sequence[RowBlock], layer: int, source: Source, tail: tuple[int, ...]) -> Array:
-    """Rows in packed order, zeros where nothing belongs; float32 (rows, *tail)."""
-    out = np.zeros((sum(b.rows for b in blocks), *tail), np.float32)
+def _gather(
+    blocks: Sequence[RowBlock], layer: int, source: Source, tail: tuple[int, ...],
+    kind: Any = np.float32,
+) -> Array:  # fmt: skip
+    """Rows in packed order, zeros where nothing belongs; (rows, *tail) of the type `kind`."""
+    out = np.zeros((sum(b.rows for b in blocks), *tail), kind)
     at = 0
     for b in blocks:
         width = len(b.tensors)
@@ -53,18 +67,64 @@ def quantise(w: Array) -> tuple[Array, Array]:
     return np.clip(np.rint(w / scale[:, None]), -127, 127).astype(np.int8), scale
 
 
+def quantise_groups(w: Array, group: int) -> Grouped:
+    """Rows as 4-bit groups, round to nearest about the zero 8: largest / 7.5 is the distance of two
+    levels, rounded to fp16 first; a group of zeros has scale 1.
+    """
+    cols = w.shape[1]
+    edges = np.arange(0, cols, group)
+    scale = np.maximum.reduceat(np.abs(w), edges, axis=1) / np.float32(7.5)
+    scale = np.minimum(scale, np.float32(FP16_LARGEST)).astype(np.float16)
+    scale = np.where(scale > 0, scale, np.float16(1)).astype(np.float16)
+    each = scale.astype(np.float32)[:, np.arange(cols) // group]
+    q = np.clip(np.rint(w / each) + 8, 0, 15).astype(np.uint8)
+    return Grouped(q, scale, np.full(scale.shape, 8, np.uint8), group)
+
+
 def to_bf16(w: Array) -> Array:
     """float32 rounded to bf16, as the upper 16 bits."""
     u = np.ascontiguousarray(w, np.float32).view(np.uint32)
     return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _panels(w: Array, m: MatrixLayout) -> Array:
-    """Rows padded and cut into panels, chunks side by side."""
-    full = np.zeros((m.rows, m.cols_padded), w.dtype)
-    full[: w.shape[0], : m.cols] = w
-    cut = full.reshape(m.rows // m.panel, m.panel, m.cols_padded // m.lanes, m.lanes)
+def to_fp16(w: Array, name: str = "a weight") -> Array:
+    """float32 rounded to fp16; raises `UserError` naming `name` where that overflows."""
+    if float(np.abs(w).max(initial=0.0)) > FP16_LARGEST:
+        raise UserError(
+            f"{name} holds {float(np.abs(w).max()):g}, beyond fp16's {FP16_LARGEST:g}: use bf16"
+        )
+    return np.asarray(w, np.float32).astype(np.float16)
+
+
+def _panels(w: Array, m: MatrixLayout, cols: int) -> Array:
+    """Rows of `cols` stored elements, padded and cut into panels, chunks side by side."""
+    full = np.zeros((m.rows, cols), w.dtype)
+    full[: w.shape[0], : w.shape[1]] = w
+    cut = full.reshape(m.rows // m.panel, m.panel, cols // m.lanes, m.lanes)
     return np.ascontiguousarray(cut.transpose(0, 2, 1, 3))
+
+
+def panels(w: Array, m: MatrixLayout) -> Array:
+    """A matrix of a plain format (one element for each weight) as stored."""
+    return _panels(w, m, m.cols_padded)
+
+
+def words(q: Array, m: MatrixLayout) -> Array:
+    """4-bit weights (rows, cols) as the layout's uint32 words."""
+    full = np.zeros((m.rows, m.cols_padded // (WORD * m.lanes), WORD, m.lanes), np.uint32)
+    wide = np.zeros((m.rows, m.cols_padded), np.uint8)
+    wide[: q.shape[0], : q.shape[1]] = q
+    full[:] = wide.reshape(full.shape)
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+    packed = np.bitwise_or.reduce(full << shifts, axis=2)
+    return _panels(packed.reshape(m.rows, -1), m, m.cols_padded // WORD)
+
+
+def by_panel(x: Array, m: MatrixLayout, kind: Any) -> Array:
+    """Scales or zeros (rows, groups) with the rows of a panel side by side."""
+    full = np.zeros((m.rows, m.groups), kind)
+    full[: x.shape[0], : x.shape[1]] = x
+    return np.ascontiguousarray(full.reshape(-1, m.panel, m.groups).transpose(0, 2, 1))
 
 
 def _place(arena: Array, at: int, data: Array) -> None:
@@ -72,10 +132,58 @@ def _place(arena: Array, at: int, data: Array) -> None:
     arena[at : at + raw.size] = raw
 
 
-def _matrix(arena: Array, base: int, m: MatrixLayout, layer: int, source: Source) -> None:
-    w = _gather(m.blocks, layer, source, (m.cols,))
+def _finite(w: Array, name: str) -> Array:
     if not np.isfinite(w).all():
-        raise UserError(f"weights of {m.blocks[0].tensors[0].format(layer=layer)} are not finite")
+        raise UserError(f"weights of {name} are not finite")
+    return w
+
+
+def regroup(name: str, source: Source, grouped: GroupSource, m: MatrixLayout) -> Grouped:
+    """A tensor's groups for a w4a16 matrix: the checkpoint's own, else rounded from its weights.
+
+    Raises `UserError` where the checkpoint's groups are not the plan's.
+    """
+    found = grouped(name)
+    if found is None:
+        return quantise_groups(_finite(source(name), name), m.group)
+    if found.group != m.group:
+        raise UserError(f"{name} has groups of {found.group}, the plan groups of {m.group}")
+    if m.zero_offset < 0 and not (found.zero == 8).all():
+        raise UserError(f"{name} has zeros of its own, the plan was made for none")
+    _finite(found.scale, name)
+    return found
+
+
+def _four_bits(
+    arena: Array, base: int, m: MatrixLayout, layer: int, source: Source, grouped: GroupSource
+) -> None:
+    cache: dict[str, Grouped] = {}
+
+    def part(name: str) -> Grouped:
+        if name not in cache:
+            cache[name] = regroup(name, source, grouped, m)
+        return cache[name]
+
+    def gather(field: str, width: int, kind: Any) -> Array:
+        return _gather(m.blocks, layer, lambda n: getattr(part(n), field), (width,), kind)
+
+    _place(arena, base + m.offset, words(gather("q", m.cols, np.uint8), m))
+    groups = -(-m.cols // m.group)
+    scale = gather("scale", groups, np.float16)
+    _place(arena, base + m.scale_offset, by_panel(scale, m, np.float16))
+    if m.zero_offset >= 0:
+        zero = gather("zero", groups, np.uint8)
+        _place(arena, base + m.zero_offset, by_panel(zero, m, np.uint8))
+
+
+def _matrix(
+    arena: Array, base: int, m: MatrixLayout, layer: int, source: Source, grouped: GroupSource
+) -> None:
+    if m.format == "w4a16":
+        _four_bits(arena, base, m, layer, source, grouped)
+        return
+    name = m.blocks[0].tensors[0].format(layer=layer)
+    w = _finite(_gather(m.blocks, layer, source, (m.cols,)), name)
     if m.format == "int8":
         w, scale = quantise(w)
         full = np.ones(m.rows, np.float32)
@@ -83,24 +191,54 @@ def _matrix(arena: Array, base: int, m: MatrixLayout, layer: int, source: Source
         _place(arena, base + m.scale_offset, full)
     elif m.format == "bf16":
         w = to_bf16(w)
-    _place(arena, base + m.offset, _panels(w, m))
+    elif m.format == "fp16":
+        w = to_fp16(w, name)
+    _place(arena, base + m.offset, panels(w, m))
 
 
 def _vector(arena: Array, base: int, v: VectorLayout, layer: int, source: Source) -> None:
     _place(arena, base + v.offset, _gather(v.blocks, layer, source, ()))
 
 
-def pack(layout: WeightLayout, source: Source) -> Array:
-    """The arena: uint8, aligned to a cache line."""
+def pack(layout: WeightLayout, source: Source, grouped: GroupSource = dense_only) -> Array:
+    """The arena: uint8, aligned to a cache line. Raises `UserError` for weights that are not
+    finite, or that the plan's format cannot hold.
+    """
     arena = aligned(layout.total_bytes)
     for m in layout.matrices:
-        _matrix(arena, 0, m, 0, source)
+        _matrix(arena, 0, m, 0, source, grouped)
     for v in layout.vectors:
         _vector(arena, 0, v, 0, source)
     for layer in range(layout.layers):
         base = layout.layer_offset + layer * layout.layer_bytes
         for m in layout.layer_matrices:
-            _matrix(arena, base, m, layer, source)
+            _matrix(arena, base, m, layer, source, grouped)
         for v in layout.layer_vectors:
             _vector(arena, base, v, layer, source)
     return arena
+
+
+def stored(layout: WeightLayout, source: Source, grouped: GroupSource = dense_only) -> Source:
+    """The float32 tensors that an arena of `layout` means: rounded as `pack` rounds them."""
+    table = {
+        name: m
+        for m in (*layout.matrices, *layout.layer_matrices)
+        for b in m.blocks
+        for name in b.tensors
+    }
+
+    def read(name: str) -> Array:
+        m = table.get(re.sub(r"\.layers\.\d+\.", ".layers.{layer}.", name))
+        if m is None or m.format == "fp32":
+            return source(name)
+        if m.format == "w4a16":
+            return regroup(name, source, grouped, m).dense()
+        w = source(name)
+        if m.format == "bf16":
+            return (to_bf16(w).astype(np.uint32) << 16).view(np.float32)
+        if m.format == "fp16":
+            return to_fp16(w, name).astype(np.float32)
+        q, scale = quantise(w)
+        return q.astype(np.float32) * scale[:, None]
+
+    return read

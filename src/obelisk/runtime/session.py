@@ -122,7 +122,8 @@ class Session:
             raise UserError(f"{folder} does not hold the weights that the plan was made for: {bad}")
         checkpoint = Checkpoint(folder)
         checkpoint.check(what.tensors, what.layout.layers)
-        return Session(what, pack(what.layout, checkpoint.tensor), spin_seconds)
+        arena = pack(what.layout, checkpoint.tensor, checkpoint.grouped)
+        return Session(what, arena, spin_seconds)
 
     def reset(self, slot: int | None = None) -> None:
         """Forget what a slot (or all) holds."""

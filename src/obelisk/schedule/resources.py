@@ -51,7 +51,7 @@ def resources(s: StepShape, machine: Machine, memory: int | None = None) -> Reso
     sizes = [(TABLE[t.kind].footprint(s, t), t.kind) for t in tasks]
     largest, kind = max(sizes, key=lambda x: x[0])
     embed = next(x for x in layout.matrices if x.name == "embed")
-    unread = 0 if m.tied else embed.rows * embed.cols_padded * s.work.weights.nbytes
+    unread = 0 if m.tied else embed.nbytes
     step = layout.total_bytes - unread + cache
     limit, refusal = "", None
     near = machine.cache(2) or machine.caches[-1]
@@ -99,7 +99,7 @@ def gpu_stages(s: StepShape, machine: Machine, rows: int, split: int) -> Stages:
     The input rows stay in shared memory as fp32 while their product runs.
     """
     cols = -(-s.model.hidden // split)
-    stage = rows * cols * s.work.weights.nbytes
+    stage = int(rows * cols * s.work.weight_bytes)
     held = 4 * s.batch * s.hidden_padded
     room = machine.shared_bytes - held
     return Stages(split, stage, max(0, room // stage), held + 2 * stage)

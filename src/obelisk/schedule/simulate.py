@@ -21,7 +21,7 @@ HANDOVER = 120e-9  # a cache line that another core wrote, seen by a poll
 SIGNAL = 25e-9  # an atomic addition
 CALL = 40e-9  # entering a task, its loops' ends
 SPECIAL_CYCLES = 2.5  # an exponential, per element, in vectors
-VECTOR_CYCLES = {4: 0.6, 2: 1.1, 1: 1.4}  # loading, widening and multiplying a vector of weights
+VECTOR_CYCLES = {4: 0.6, 2: 1.1, 1: 1.4, 0: 1.4}  # load, widen and multiply a vector, by bytes
 STREAM_SHARE = {4: 0.94, 8: 1.0}  # of the bandwidth, by rows of a panel: measured on Zen 3
 CHUNK_CYCLES = 2.0  # the input's vector and the loop, for each chunk of a panel
 
@@ -56,8 +56,10 @@ def task_seconds(s: StepShape, task: Task, machine: Machine, position: int) -> f
                 share = 1.0 if task.kind is TaskKind.ATTEND else STREAM_SHARE[s.tiling.panel]
                 stream += m.amount / memory / share
                 if task.kind is not TaskKind.ATTEND:
-                    vectors = m.amount / s.work.weights.nbytes / machine.lanes
-                    each = VECTOR_CYCLES[s.work.weights.nbytes] + CHUNK_CYCLES / s.tiling.panel
+                    outer = task.kind in (TaskKind.EMBED, TaskKind.HEAD)
+                    size = s.work.outer_bytes if outer else s.work.weight_bytes
+                    vectors = m.amount / size / machine.lanes
+                    each = VECTOR_CYCLES[int(size)] + CHUNK_CYCLES / s.tiling.panel
                     compute += vectors * each * (s.batch + 1) / 2 / machine.clock
             case MicroOp.MULTIPLY:
                 compute += m.amount / flops if task.kind is TaskKind.ATTEND else 0.0

@@ -11,12 +11,19 @@ from obelisk.tasks.kinds import TABLE, KindRow, MicroOp, Region, Task, TaskKind,
 from obelisk.tasks.rope import inverse_frequencies, rope_table
 from obelisk.tasks.shape import StepShape, Tiling
 from obelisk.tasks.weights import CheckpointTensor, checkpoint_tensors, weight_layout
-from obelisk.tasks.workload import MAX_BATCH, MAX_CONTEXT, WeightFormat, Workload, parse_format
+from obelisk.tasks.workload import (
+    MAX_BATCH,
+    MAX_CONTEXT,
+    WeightFormat,
+    Workload,
+    parse_format,
+    parse_weights,
+)
 
 __all__ = [
     "MAX_BATCH", "MAX_CONTEXT", "TABLE", "CheckpointTensor", "Family", "KindRow", "MicroOp",
     "ModelConfig", "Operator", "Region", "Rope", "RopeType", "StepShape", "Task", "TaskKind",
     "Tiling", "WeightFormat", "Workload", "checkpoint_tensors", "edges", "inverse_frequencies",
-    "operators", "parse_config", "parse_format", "read_config", "rope_table", "sequence",
-    "task_reads", "value_width", "weight_layout",
+    "operators", "parse_config", "parse_format", "parse_weights", "read_config", "rope_table",
+    "sequence", "task_reads", "value_width", "weight_layout",
 ]  # fmt: skip

@@ -171,15 +171,17 @@ def _padded_end(s: StepShape, t: Task, rows: int, width: int) -> int:
     return width if t.hi >= rows else t.hi
 
 
-def _stream(s: StepShape, rows: int, cols: int) -> float:
-    return float(rows * cols * s.work.weights.nbytes)
+def _stream(s: StepShape, rows: int, cols: int, outer: bool = False) -> float:
+    return rows * cols * (s.work.outer_bytes if outer else s.work.weight_bytes)
 
 
-def _product(s: StepShape, rows: int, cols: int, out: int, special: int = 0) -> tuple[Micro, ...]:
+def _product(
+    s: StepShape, rows: int, cols: int, out: int, special: int = 0, outer: bool = False
+) -> tuple[Micro, ...]:
     b = s.batch
     ops = [
         Micro(MicroOp.LOAD, 4.0 * b * cols),
-        Micro(MicroOp.STREAM, _stream(s, rows, cols)),
+        Micro(MicroOp.STREAM, _stream(s, rows, cols, outer)),
         Micro(MicroOp.MULTIPLY, 2.0 * b * rows * cols, (0, 1)),
         Micro(MicroOp.REDUCE, float(b * rows * s.lanes), (2,)),
     ]
@@ -215,7 +217,7 @@ def _fit(cols: Callable[[StepShape], int]) -> Callable[[StepShape, Task], int]:
 
     def footprint(s: StepShape, t: Task) -> int:
         wide = cols(s)
-        return 4 * s.batch * wide + 2 * s.tiling.panel * wide * s.work.weights.nbytes
+        return 4 * s.batch * wide + int(2 * s.tiling.panel * wide * s.work.weight_bytes)
 
     return footprint
 
@@ -278,7 +280,7 @@ TABLE: Mapping[TaskKind, KindRow] = MappingProxyType({
         reads=lambda s, t: (_whole(s, "token"),),
         writes=lambda s, t: (_whole(s, "x"),),
         weights=("embed",),
-        micro=lambda s, t, n: _pointwise(_stream(s, s.batch, s.model.hidden), 0.0,
+        micro=lambda s, t, n: _pointwise(_stream(s, s.batch, s.model.hidden, True), 0.0,
                                          4.0 * s.batch * s.model.hidden),
         footprint=_row_fit,
         meaning=lambda s, t, n: meanings.embed(s),
@@ -355,7 +357,7 @@ TABLE: Mapping[TaskKind, KindRow] = MappingProxyType({
         reads=lambda s, t: (_whole(s, _h(t)),),
         writes=_head_writes,
         weights=("head",),
-        micro=lambda s, t, n: _product(s, t.hi - t.lo, s.model.hidden, t.hi - t.lo),
+        micro=lambda s, t, n: _product(s, t.hi - t.lo, s.model.hidden, t.hi - t.lo, outer=True),
         footprint=_fit(_qkv_cols),
         meaning=lambda s, t, n: meanings.head(s, t.lo, min(t.hi, s.model.vocab)),
     ),

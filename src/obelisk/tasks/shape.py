@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from obelisk.plan.layout import align
+from obelisk.plan.layout import WORD, align
 from obelisk.tasks.config import ModelConfig
-from obelisk.tasks.workload import Workload
+from obelisk.tasks.workload import WeightFormat, Workload
 
 LINE = 16  # fp32 elements of a cache line
 
@@ -63,8 +63,12 @@ class StepShape:
         return self.work.batch
 
     def _padded(self, width: int) -> int:
-        """Whole vectors and whole panels (both are powers of two), and whole cache lines."""
-        return align(width, max(self.lanes, self.tiling.panel, LINE))
+        """Whole vectors (of 4-bit weights: whole words of them) and whole panels, which are powers
+        of two, and whole cache lines.
+        """
+        four = self.work.weights is WeightFormat.W4A16
+        vector = self.lanes * WORD if four else self.lanes
+        return align(width, max(vector, self.tiling.panel, LINE))
 
     @property
     def hidden_padded(self) -> int:

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from obelisk.plan.layout import MatrixLayout, RowBlock, VectorLayout, WeightLayout, align
+from obelisk.plan.layout import (
+    BITS,
+    WORD,
+    MatrixLayout,
+    RowBlock,
+    VectorLayout,
+    WeightLayout,
+    align,
+)
 from obelisk.tasks.config import ModelConfig
 from obelisk.tasks.shape import StepShape
 from obelisk.tasks.workload import WeightFormat
@@ -55,8 +63,8 @@ def checkpoint_tensors(model: ModelConfig) -> tuple[CheckpointTensor, ...]:
 class _Part:
     """One part of the arena under construction: places tensors one after the other."""
 
-    def __init__(self, shape: StepShape) -> None:
-        self.shape = shape
+    def __init__(self, shape: StepShape, outer: bool) -> None:
+        self.shape, self.outer = shape, outer
         self.at = 0
         self.matrices: list[MatrixLayout] = []
         self.vectors: list[VectorLayout] = []
@@ -67,14 +75,27 @@ class _Part:
         return start
 
     def matrix(self, name: str, cols: int, *blocks: RowBlock) -> None:
-        """Place a matrix of the plan's weight format."""
-        form, panel, lanes = self.shape.work.weights, self.shape.tiling.panel, self.shape.lanes
-        rows, padded = align(sum(b.rows for b in blocks), panel), align(cols, lanes)
-        offset = self._take(rows * padded * form.nbytes)
-        scales = self._take(rows * 4) if form is WeightFormat.INT8 else -1
+        """Place a matrix: of the plan's weight format in a layer, of its outer one elsewhere."""
+        s, work = self.shape, self.shape.work
+        form = work.weights.outer if self.outer else work.weights
+        four = form is WeightFormat.W4A16
+        panel, lanes = s.tiling.panel, s.lanes
+        rows = align(sum(b.rows for b in blocks), panel)
+        padded = align(cols, lanes * WORD if four else lanes)
+        offset = self._take(rows * padded * BITS[form] // 8)
+        scales = zeros = -1
+        if form is WeightFormat.INT8:
+            scales = self._take(rows * 4)
+        elif four:
+            groups = rows * -(-padded // work.group)
+            scales = self._take(groups * 2)
+            zeros = self._take(groups) if work.zeros else -1
         self.matrices.append(
-            MatrixLayout(name, blocks, rows, cols, padded, panel, lanes, form.value, offset, scales)
-        )
+            MatrixLayout(
+                name, blocks, rows, cols, padded, panel, lanes, form.value, offset, scales,
+                work.group if four else 0, zeros,
+            )
+        )  # fmt: skip
 
     def vector(self, name: str, *blocks: RowBlock) -> None:
         """Place an fp32 vector."""
@@ -102,12 +123,12 @@ def weight_layout(shape: StepShape) -> WeightLayout:
     model, panel = shape.model, shape.tiling.panel
     h, f = model.hidden, model.ffn
     a, m = LAYER + "self_attn.", LAYER + "mlp."
-    whole = _Part(shape)
+    whole = _Part(shape, True)
     whole.matrix("embed", h, RowBlock((EMBED,), 0, model.vocab))
     if not model.tied:
         whole.matrix("head", h, RowBlock((HEAD,), 0, model.vocab))
     whole.vector("norm_final", RowBlock((FINAL_NORM,), 0, h))
-    layer = _Part(shape)
+    layer = _Part(shape, False)
     layer.matrix("qkv", h, *_qkv_blocks(shape, "weight"))
     layer.matrix("o", model.q_width, RowBlock((a + "o_proj.weight",), 0, h))
     pair = (m + "gate_proj.weight", m + "up_proj.weight")

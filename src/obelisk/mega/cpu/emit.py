@@ -14,13 +14,11 @@ from importlib.resources import files
 from obelisk.base.digest import digest
 from obelisk.base.errors import InternalError
 from obelisk.lower.cpu.emit import runtime as lower_runtime
-from obelisk.plan.layout import WeightLayout, align
+from obelisk.plan.layout import WORD, WeightLayout
 from obelisk.schedule.types import Await, Barrier, Item, Run, Schedule, Signal
 from obelisk.tasks.dag import task_reads
 from obelisk.tasks.kinds import TABLE, Region, Task, TaskKind
 from obelisk.tasks.workload import WeightFormat
-
-_BITS = {WeightFormat.FP32: 32, WeightFormat.BF16: 16, WeightFormat.INT8: 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +91,15 @@ def _defines(schedule: Schedule, weights: WeightLayout, counters: int) -> list[s
     s, m, t = schedule.shape, schedule.shape.model, schedule.shape.tiling
     pages = dict(schedule.pages.pages)
     tiles = len(s.cuts(s.vocab_rows, t.head))
+    chunk = s.lanes * WORD if s.work.weights is WeightFormat.W4A16 else s.lanes
     values: dict[str, int | str] = {
         "BATCH": s.batch, "CORES": schedule.cores, "LAYERS": m.layers, "HIDDEN": m.hidden,
-        "HIDDEN_CHUNKS": align(m.hidden, s.lanes) // s.lanes,
-        "O_CHUNKS": align(m.q_width, s.lanes) // s.lanes,
-        "DOWN_CHUNKS": align(m.ffn, s.lanes) // s.lanes,
+        "HIDDEN_CHUNKS": -(-m.hidden // chunk), "O_CHUNKS": -(-m.q_width // chunk),
+        "DOWN_CHUNKS": -(-m.ffn // chunk), "OUTER_CHUNKS": -(-m.hidden // s.lanes),
         "GROUP": m.group, "KV_HEADS": m.kv_heads, "HEAD_DIM": m.head_dim,
         "GROUP_ROWS": s.group_rows, "FFN": m.ffn, "VOCAB": m.vocab, "CONTEXT": s.work.context,
         "EPS": f"{m.eps!r}f", "SCALE": f"{m.head_dim ** -0.5!r}f", "PANEL": t.panel,
-        "SPLITS": t.kv_splits, "FORMAT": _BITS[s.work.weights],
+        "SPLITS": t.kv_splits, "GROUP_COLS": s.work.group, "ZEROS": int(s.work.zeros),
         "COUNTERS": max(1, counters), "HEAD_TILES": tiles,
         "TOKEN_STRIDE": pages["token"].stride, "AT_TOKEN": pages["token"].offset,
         "X_STRIDE": pages["x"].stride, "Q_STRIDE": pages["q"].stride,
@@ -134,27 +132,27 @@ class _Printer:
                 if isinstance(item, Signal):
                     self.totals[item.counter] = self.totals.get(item.counter, 0) + 1
         self.offsets: dict[str, str] = {}
-        self.scales: dict[str, str] = {}
         parts = (("s->l->weights", weights.matrices, weights.vectors),
                  ("w", weights.layer_matrices, weights.layer_vectors))  # fmt: skip
         for base, matrices, vectors in parts:
             for m in matrices:
-                self.offsets[m.name] = f"(const om_weight *)({base} + {m.offset})"
-                if m.scale_offset >= 0:
-                    self.scales[m.name] = f"(const float *)({base} + {m.scale_offset})"
+                scale, zero = (
+                    f"(const void *)({base} + {at})" if at >= 0 else "NULL"
+                    for at in (m.scale_offset, m.zero_offset)
+                )
+                self.offsets[m.name] = f"(om_matrix){{{base} + {m.offset}, {scale}, {zero}}}"
             for v in vectors:
                 self.offsets[v.name] = f"(const float *)({base} + {v.offset})"
         if "head" not in self.offsets:  # tied
             self.offsets["head"] = self.offsets["embed"]
-            self.scales |= {"head": self.scales["embed"]} if "embed" in self.scales else {}
 
     def page(self, value: str) -> str:
         """Address of a value's page."""
         return f"m + {self.pages[value].offset}"
 
     def matrix(self, name: str) -> str:
-        """A matrix and its scales."""
-        return f"{self.offsets[name]}, {self.scales.get(name, 'NULL')}"
+        """A matrix, its scales and its zeros."""
+        return self.offsets[name]
 
     def vector(self, name: str) -> str:
         """A vector, or NULL where the model has none."""
@@ -193,7 +191,7 @@ class _Printer:
         turn = f"{vec('q_gain')}, {vec('k_gain')}, {p('q')}"
         match task.kind:
             case k.EMBED:
-                call = f"om_embed(s, {mat('embed')}, {p('token')}, {p('x')})"
+                call = f"om_embed({mat('embed')}, {p('token')}, {p('x')})"
             case k.NORM_IN | k.NORM_MID | k.NORM_FINAL:
                 made = TABLE[task.kind].writes(self.s, task)[0].value
                 call = f"om_norm({p('x')}, {vec(task.kind.value)}, {p(made)})"
@@ -328,6 +326,15 @@ def _program(printer: _Printer, core: int, sampler: int) -> list[str]:
 END_OF_STEP = -4096
 
 
+def _formats(form: WeightFormat) -> list[str]:
+    """The products in use: of the layers' format, and of the embedding's and the head's."""
+    out = [_text("words.h")] if form is WeightFormat.W4A16 else []
+    plain = sorted({form, form.outer} - {WeightFormat.W4A16})
+    out += [f"OM_PRODUCT({f.value}, {int(f is WeightFormat.INT8)})" for f in plain]
+    names = (("product", form), ("outer_product", form.outer), ("outer_row", form.outer))
+    return [*out, *(f"#define om_{n} om_{n.removeprefix('outer_')}_{f.value}" for n, f in names)]
+
+
 def emit_cpu(schedule: Schedule, weights: WeightLayout) -> Emitted:
     """The C program of a schedule (which must have passed `schedule.check`)."""
     edges, counters = _edges(schedule)
@@ -350,7 +357,8 @@ def emit_cpu(schedule: Schedule, weights: WeightLayout) -> Emitted:
     parts = [
         title, "#define _GNU_SOURCE 1", f"#define OB_LANES {s.lanes}",
         *_defines(schedule, weights, counters),
-        lower_runtime("vector.h"), _text("state.h"), _text("tasks.h"), _text("sample.h"),
+        lower_runtime("vector.h"), _text("state.h"), _text("weights.h"), *_formats(s.work.weights),
+        _text("tasks.h"), _text("sample.h"),
     ]  # fmt: skip
     for core in range(schedule.cores):
         parts += _program(printer, core, sampler)

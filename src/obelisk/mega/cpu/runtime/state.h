@@ -66,10 +66,10 @@ static double om_now(void) {
 }
 
 /* A task's call, recorded when asked for. */
-#define OM_RUN(CORE, CODE, CALL)                                                                              \
+#define OM_RUN(CORE, CODE, ...)                                                                               \
   do {                                                                                                        \
     const double om_start = s->l->trace_room ? om_now() : 0.0;                                                \
-    CALL;                                                                                                     \
+    __VA_ARGS__;                                                                                              \
     if (s->l->trace_room) om_record(s->l, CORE, CODE, om_start);                                              \
   } while (0)
 static __attribute__((noinline)) void om_record(om_launch *l, int core, long code, double start) {

@@ -1,130 +1,10 @@
-/* Bodies of the tasks. Each is compared with its meaning (tasks/meanings.py) in the tests.
- *
- * A product streams panels of OM_PANEL rows (plan/layout.py has the formula): per chunk of columns the rows lie side
- * by side, each row has one vector of partial sums, and the input rows of all slots stay in the first cache. The order
- * of additions does not depend on tiles, threads or the other slots.
- */
-#if defined(__AVX2__) && OB_LANES == 8
-#include <immintrin.h> /* compilers widen 8 narrow elements one by one without being told */
-#endif
-#if OM_FORMAT == 32
-typedef float om_weight;
-OB_INLINE vf om_load(const om_weight *p) { vf v; memcpy(&v, p, sizeof v); return v; }
-#elif OM_FORMAT == 16
-typedef uint16_t om_weight;
-typedef uint16_t om_half __attribute__((vector_size(OB_LANES * 2)));
-typedef uint32_t om_word __attribute__((vector_size(OB_LANES * 4)));
-OB_INLINE vf om_load(const om_weight *p) {
-#if defined(__AVX2__) && OB_LANES == 8
-  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
-#endif
-  om_half h;
-  memcpy(&h, p, sizeof h);
-  return (vf)(__builtin_convertvector(h, om_word) << 16);
-}
-#else
-typedef int8_t om_weight;
-typedef int8_t om_byte __attribute__((vector_size(OB_LANES)));
-OB_INLINE vf om_load(const om_weight *p) {
-#if defined(__AVX2__) && OB_LANES == 8
-  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-#endif
-  om_byte h;
-  memcpy(&h, p, sizeof h);
-  return __builtin_convertvector(__builtin_convertvector(h, vi), vf);
-}
-#endif
-
-OB_INLINE vf om_get(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
-OB_INLINE void om_put(float *p, vf v) { memcpy(p, &v, sizeof v); }
-
-typedef float om_sums[OM_BATCH][OM_PANEL];
-
-/* Sums of the lanes of N vectors, N a power of two up to 8: for 8 lanes, pairs are added across vectors. */
-#if OB_LANES == 8 && (defined(__clang__) || __GNUC__ >= 12)
-#define OM_FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
-OB_INLINE vf om_pairs(vf a, vf b) {
-  return OM_FOLD(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + OM_FOLD(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-}
-OB_INLINE vf om_quads(vf a, vf b) {
-  return OM_FOLD(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + OM_FOLD(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-}
-OB_INLINE void om_fold(const vf *v, int n, float *out) {
-  const vf a = om_quads(om_pairs(v[0], v[1]), om_pairs(v[2], v[3]));
-  if (n == 8) {
-    const vf b = om_quads(om_pairs(v[4], v[5]), om_pairs(v[6], v[7]));
-    const vf s = OM_FOLD(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + OM_FOLD(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-    om_put(out, s);
-  } else {
-    const vf s = a + OM_FOLD(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
-    memcpy(out, &s, 4 * sizeof(float));
-  }
-}
-#else
-OB_INLINE void om_fold(const vf *v, int n, float *out) {
-  for (int i = 0; i < n; i++) out[i] = ob_hsum_f(v[i]);
-}
-#endif
-
-/* Narrow weights keep few lines in flight by themselves, so every line of their stream is asked for 2 KB ahead:
- * measured on Zen 3, int8 10.6 -> 13.8 GB/s of 14.4 a core. fp32 loses by it (86% -> 77%), and so does any format when
- * only one line in two or four is asked for. */
-#define OM_AHEAD 2048
-#define OM_CHUNK_BYTES ((int)(OM_PANEL * OB_LANES * sizeof(om_weight)))
-
-/* One panel times the input rows of NB slots from `first` on. */
-#define OM_PANEL_CASE(NB)                                                                                     \
-  OB_INLINE void om_panel_##NB(const om_weight *w, const float *x, long stride, long chunks, float (*out)[OM_PANEL]) { \
-    vf acc[NB][OM_PANEL];                                                                                     \
-    for (int b = 0; b < NB; b++)                                                                              \
-      for (int r = 0; r < OM_PANEL; r++) acc[b][r] = (vf){0};                                                 \
-    for (long k = 0; k < chunks; k++, w += OM_PANEL * OB_LANES) {                                             \
-      for (int at = 0; OM_FORMAT < 32 && at < OM_CHUNK_BYTES; at += 64)                                       \
-        __builtin_prefetch((const char *)w + OM_AHEAD + at);                                                  \
-      vf v[OM_PANEL];                                                                                         \
-      for (int r = 0; r < OM_PANEL; r++) v[r] = om_load(w + r * OB_LANES);                                    \
-      for (int b = 0; b < NB; b++) {                                                                          \
-        const vf xv = om_get(x + b * stride + k * OB_LANES);                                                  \
-        for (int r = 0; r < OM_PANEL; r++) acc[b][r] += v[r] * xv;                                            \
-      }                                                                                                       \
-    }                                                                                                         \
-    for (int b = 0; b < NB; b++) om_fold(acc[b], OM_PANEL, out[b]);                                           \
-  }
-OM_PANEL_CASE(1)
-OM_PANEL_CASE(2)
-
-/* Sums of panel number `p`; scales applied. */
-OB_INLINE void om_product(const om_weight *w, const float *scale, long p, long chunks, const float *x, long stride,
-                          om_sums out) {
-  w += p * chunks * OM_PANEL * OB_LANES;
-  int b = 0;
-  for (; b + 2 <= OM_BATCH; b += 2) om_panel_2(w, x + b * stride, stride, chunks, out + b);
-  if (OM_BATCH & 1) om_panel_1(w, x + b * stride, stride, chunks, out + b);
-#if OM_FORMAT == 8
-  for (b = 0; b < OM_BATCH; b++)
-    for (int r = 0; r < OM_PANEL; r++) out[b][r] *= scale[p * OM_PANEL + r];
-#else
-  (void)scale;
-#endif
-}
-
-static __attribute__((noinline, unused)) void om_embed(om_state *s, const om_weight *w, const float *scale,
-                                                       const float *tokens, float *x) {
+/* Bodies of the tasks. Each is compared with its meaning (tasks/meanings.py) in the tests. */
+static __attribute__((noinline, unused)) void om_embed(om_matrix m, const float *tokens, float *x) {
   const int32_t *token = (const int32_t *)tokens;
-  const long chunks = OM_HIDDEN_CHUNKS;
-  (void)s, (void)scale;
   for (int b = 0; b < OM_BATCH; b++) {
-    const long row = token[b * OM_TOKEN_STRIDE], r = row % OM_PANEL;
-    const om_weight *from = w + row / OM_PANEL * chunks * OM_PANEL * OB_LANES + r * OB_LANES;
     float *to = x + b * OM_X_STRIDE;
-    for (long k = 0; k < chunks; k++) {
-      vf v = om_load(from + k * OM_PANEL * OB_LANES);
-#if OM_FORMAT == 8
-      v *= ob_splat_f(scale[row]);
-#endif
-      om_put(to + k * OB_LANES, v);
-    }
-    for (long i = chunks * OB_LANES; i < OM_X_STRIDE; i++) to[i] = 0.0f;
+    om_outer_row(m, token[b * OM_TOKEN_STRIDE], OM_OUTER_CHUNKS, to);
+    for (long i = OM_OUTER_CHUNKS * OB_LANES; i < OM_X_STRIDE; i++) to[i] = 0.0f;
   }
 }
 
@@ -146,12 +26,12 @@ static __attribute__((noinline, unused)) void om_norm(const float *x, const floa
 }
 
 /* to[b][row] = sums + bias, rows lo..hi. */
-static __attribute__((noinline, unused)) void om_rows(const om_weight *w, const float *scale, const float *bias,
+static __attribute__((noinline, unused)) void om_rows(om_matrix m, const float *bias,
                                                       long lo, long hi, long chunks, const float *x, long stride,
                                                       float *to, long to_stride) {
   for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
     om_sums y;
-    om_product(w, scale, p, chunks, x, stride, y);
+    om_product(m, p, chunks, x, stride, y);
     for (int b = 0; b < OM_BATCH; b++)
       for (int r = 0; r < OM_PANEL; r++)
         to[b * to_stride + p * OM_PANEL + r] = y[b][r] + (bias ? bias[p * OM_PANEL + r] : 0.0f);
@@ -159,12 +39,12 @@ static __attribute__((noinline, unused)) void om_rows(const om_weight *w, const 
 }
 
 /* x[b][row] += sums + bias. */
-static __attribute__((noinline, unused)) void om_residual(const om_weight *w, const float *scale, const float *bias,
+static __attribute__((noinline, unused)) void om_residual(om_matrix m, const float *bias,
                                                           long lo, long hi, long chunks, const float *in,
                                                           long stride, float *x) {
   for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
     om_sums y;
-    om_product(w, scale, p, chunks, in, stride, y);
+    om_product(m, p, chunks, in, stride, y);
     for (int b = 0; b < OM_BATCH; b++)
       for (int r = 0; r < OM_PANEL; r++)
         x[b * OM_X_STRIDE + p * OM_PANEL + r] += y[b][r] + (bias ? bias[p * OM_PANEL + r] : 0.0f);
@@ -172,12 +52,12 @@ static __attribute__((noinline, unused)) void om_residual(const om_weight *w, co
 }
 
 /* act[b][row] = silu(gate) * up; the panels of gate and up take turns. */
-static __attribute__((noinline, unused)) void om_up(const om_weight *w, const float *scale, const float *bias, long lo,
+static __attribute__((noinline, unused)) void om_up(om_matrix m, const float *bias, long lo,
                                                     long hi, const float *h, float *act) {
   for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
     om_sums g, u;
-    om_product(w, scale, 2 * p, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, g);
-    om_product(w, scale, 2 * p + 1, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, u);
+    om_product(m, 2 * p, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, g);
+    om_product(m, 2 * p + 1, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, u);
     for (int b = 0; b < OM_BATCH; b++) {
       float gate[OM_PANEL + OB_LANES] = {0}, y[OM_PANEL + OB_LANES];
       for (int r = 0; r < OM_PANEL; r++) gate[r] = g[b][r] + (bias ? bias[2 * p * OM_PANEL + r] : 0.0f);
@@ -233,12 +113,12 @@ static __attribute__((noinline, unused)) void om_rope(om_state *s, long layer, l
   }
 }
 
-static __attribute__((noinline, unused)) void om_qkv(om_state *s, long layer, long lo, long hi, const om_weight *w,
-                                                     const float *scale, const float *bias, const float *h,
+static __attribute__((noinline, unused)) void om_qkv(om_state *s, long layer, long lo, long hi, om_matrix m,
+                                                     const float *bias, const float *h,
                                                      const float *q_gain, const float *k_gain, float *q) {
   for (long g = lo; g < hi; g++) {
     float raw[OM_BATCH][OM_GROUP_ROWS];
-    om_rows(w, scale, bias, g * OM_GROUP_ROWS, (g + 1) * OM_GROUP_ROWS, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE,
+    om_rows(m, bias, g * OM_GROUP_ROWS, (g + 1) * OM_GROUP_ROWS, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE,
             &raw[0][0] - g * OM_GROUP_ROWS, OM_GROUP_ROWS);
     om_rope(s, layer, g, g + 1, &raw[0][0], OM_GROUP_ROWS, q_gain, k_gain, q);
   }
@@ -363,7 +243,7 @@ static __attribute__((noinline, unused)) void om_combine(long slot, long group, 
 #endif
 
 /* Logits of rows lo..hi, and of each slot the first largest one; rows beyond the vocabulary are no tokens. */
-static __attribute__((noinline, unused)) void om_head(om_state *s, const om_weight *w, const float *scale, long lo,
+static __attribute__((noinline, unused)) void om_head(om_state *s, om_matrix m, long lo,
                                                       long hi, long tile, const float *h, float *logits,
                                                       float *best) {
   if (!s->need_head) return;
@@ -372,7 +252,7 @@ static __attribute__((noinline, unused)) void om_head(om_state *s, const om_weig
   for (int b = 0; b < OM_BATCH; b++) top[b] = -__builtin_inff(), id[b] = (int32_t)lo;
   for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
     om_sums y;
-    om_product(w, scale, p, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, y);
+    om_outer_product(m, p, OM_OUTER_CHUNKS, h, OM_X_STRIDE, y);
     for (int b = 0; b < OM_BATCH; b++)
       for (int r = 0; r < OM_PANEL; r++) {
         const long row = p * OM_PANEL + r;

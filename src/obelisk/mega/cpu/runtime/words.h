@@ -1,0 +1,84 @@
+/* 4-bit weights in groups of OM_GROUP_COLS columns: words of 8 columns, OB_LANES apart.
+ *
+ * A weight is taken out of its word where it stands, as q * 16^j, and the input is scaled by 16^-j once for all rows of
+ * the panel: both are exact, and a vector of weights costs a mask, a conversion and a product. Sums of a group are
+ * kept apart, and w = (q - zero) * scale is applied to them: scale * (sum of q x - zero * sum of x).
+ */
+#define OM_WORD_COLS (8 * OB_LANES)
+#define OM_RUN_COLS (OM_GROUP_COLS < OM_WORD_COLS ? OM_GROUP_COLS : OM_WORD_COLS) /* of one group, in a chunk */
+#define OM_GROUP_RUNS (OM_GROUP_COLS / OM_RUN_COLS)
+
+OB_INLINE vf om_nibble(om_word w, int j) {
+  return __builtin_convertvector((vi)(j == 7 ? w >> 28 : w & (15u << (4 * j))), vf);
+}
+OB_INLINE float om_share(int j) { return j == 7 ? 1.0f : 1.0f / (float)(1u << (4 * j)); }
+
+OB_INLINE void om_scales(const om_t_fp16 *from, float *to) {
+  int r = 0;
+  for (; r + OB_LANES <= OM_PANEL; r += OB_LANES) om_put(to + r, om_load_fp16(from + r));
+  for (; r < OM_PANEL; r++) to[r] = ob_from_f16(from[r]);
+}
+
+/* The columns of nibble J, and the end of their group where it is there. */
+#define OM_NIBBLE(NB, J)                                                                                      \
+  do {                                                                                                        \
+    vf y[NB];                                                                                                 \
+    for (int b = 0; b < NB; b++) {                                                                            \
+      y[b] = om_get(x + b * stride + k * OM_WORD_COLS + (J) * OB_LANES);                                      \
+      total[b] += y[b];                                                                                       \
+      y[b] *= ob_splat_f(om_share(J));                                                                        \
+    }                                                                                                         \
+    for (int r = 0; r < OM_PANEL; r++) {                                                                      \
+      om_word word;                                                                                           \
+      memcpy(&word, w + r * OB_LANES, sizeof word);                                                           \
+      const vf v = om_nibble(word, J);                                                                        \
+      for (int b = 0; b < NB; b++) acc[b][r] += v * y[b];                                                     \
+    }                                                                                                         \
+    if (((J) + 1) * OB_LANES % OM_RUN_COLS == 0 && (++runs == OM_GROUP_RUNS || k * 8 + (J) == last)) {        \
+      float scales[OM_PANEL];                                                                                 \
+      om_scales(scale, scales);                                                                               \
+      for (int b = 0; b < NB; b++) {                                                                          \
+        for (int r = 0; r < OM_PANEL; r++) {                                                                  \
+          const vf z = ob_splat_f(zero ? (float)zero[r] : 8.0f);                                              \
+          sum[b][r] += ob_splat_f(scales[r]) * (acc[b][r] - z * total[b]);                                    \
+          acc[b][r] = (vf){0};                                                                                \
+        }                                                                                                     \
+        total[b] = (vf){0};                                                                                   \
+      }                                                                                                       \
+      scale += OM_PANEL;                                                                                      \
+      if (zero) zero += OM_PANEL;                                                                             \
+      runs = 0;                                                                                               \
+    }                                                                                                         \
+  } while (0)
+
+#define OM_WORDS_CASE(NB)                                                                                     \
+  OB_INLINE void om_panel_w4a16_##NB(const uint32_t *w, const om_t_fp16 *scale, const uint8_t *zero,          \
+                                     const float *x, long stride, long chunks, float (*out)[OM_PANEL]) {      \
+    vf acc[NB][OM_PANEL], sum[NB][OM_PANEL], total[NB];                                                       \
+    for (int b = 0; b < NB; b++) {                                                                            \
+      total[b] = (vf){0};                                                                                     \
+      for (int r = 0; r < OM_PANEL; r++) acc[b][r] = sum[b][r] = (vf){0};                                     \
+    }                                                                                                         \
+    int runs = 0;                                                                                             \
+    const long last = chunks * 8 - 1;                                                                         \
+    for (long k = 0; k < chunks; k++, w += OM_PANEL * OB_LANES) {                                             \
+      for (int at = 0; at < OM_PANEL * OB_LANES * 4; at += 64)                                                \
+        __builtin_prefetch((const char *)w + OM_AHEAD + at);                                                  \
+      OM_NIBBLE(NB, 0); OM_NIBBLE(NB, 1); OM_NIBBLE(NB, 2); OM_NIBBLE(NB, 3);                                 \
+      OM_NIBBLE(NB, 4); OM_NIBBLE(NB, 5); OM_NIBBLE(NB, 6); OM_NIBBLE(NB, 7);                                 \
+    }                                                                                                         \
+    for (int b = 0; b < NB; b++) om_fold(sum[b], OM_PANEL, out[b]);                                           \
+  }
+OM_WORDS_CASE(1)
+OM_WORDS_CASE(2)
+
+/* Sums of panel number `p`; `chunks` of OM_WORD_COLS columns. */
+OB_INLINE void om_product_w4a16(om_matrix m, long p, long chunks, const float *x, long stride, om_sums out) {
+  const uint32_t *w = (const uint32_t *)m.w + p * chunks * OM_PANEL * OB_LANES;
+  const long groups = (chunks * OM_WORD_COLS + OM_GROUP_COLS - 1) / OM_GROUP_COLS;
+  const om_t_fp16 *scale = (const om_t_fp16 *)m.scale + p * groups * OM_PANEL;
+  const uint8_t *zero = OM_ZEROS ? m.zero + p * groups * OM_PANEL : NULL;
+  int b = 0;
+  for (; b + 2 <= OM_BATCH; b += 2) om_panel_w4a16_2(w, scale, zero, x + b * stride, stride, chunks, out + b);
+  if (OM_BATCH & 1) om_panel_w4a16_1(w, scale, zero, x + b * stride, stride, chunks, out + b);
+}
