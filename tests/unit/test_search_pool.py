@@ -5,6 +5,7 @@ hang back, or come from Ray lose nothing but their own share.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import tempfile
@@ -38,6 +39,7 @@ from obelisk.search.units import (
 )
 
 CPU = find("cpu")
+BOTH = pytest.mark.parametrize("fork", [True, False], ids=["forked", "fresh"])
 PLENTY = Limits(60.0, 10**9, 8 << 30)
 
 
@@ -73,11 +75,15 @@ def tasks() -> Callable[[Graph], list[Task]]:
     return make
 
 
-@pytest.mark.parametrize(("name", "workers"), [("rmsnorm", 2), ("gqa", 3), ("gated_mlp", 2)])
+@pytest.mark.parametrize(
+    ("name", "workers", "fork"), [("rmsnorm", 2, True), ("gqa", 3, False), ("gated_mlp", 2, True)]
+)
 def test_any_number_of_workers_gives_the_same_candidates_byte_for_byte(
-    name: str, workers: int
+    name: str, workers: int, fork: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process and several: same candidates, order, costs, notes and counts."""
+    """One process and several, forked or fresh: same candidates, order, costs, notes and counts."""
+    if not fork:
+        fresh(monkeypatch)
     alone = by_one(name, 3)
     assert alone.stats.workers == 0
     shared = search(load_program(name), CPU, workers=workers, seed=3, patience=0.0)
@@ -86,8 +92,9 @@ def test_any_number_of_workers_gives_the_same_candidates_byte_for_byte(
     assert counts(shared) == counts(alone)
 
 
-def test_workers_that_start_late_change_nothing() -> None:
+def test_workers_that_start_late_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the units here, half in workers that came up meanwhile."""
+    fresh(monkeypatch)
     program = load_program("rmsnorm")
     late = search(program, CPU, workers=2, patience=0.05)
     assert answer(late) == answer(by_one("rmsnorm"))
@@ -120,12 +127,17 @@ def test_a_unit_depends_on_nothing_but_itself(tasks: Callable[[Graph], list[Task
     used = Bench(context, program, never)
 
     def essence(result: Outcome) -> object:
-        return {**result.plain(), "seconds": 0, "memory": 0}
+        return {**result.plain(), "seconds": 0, "memory": 0, "moments": 0}
 
     in_turn = [essence(used.run(t, PLENTY)) for t in todo]
     fresh = [essence(Bench.from_text(context, never).run(t, PLENTY)) for t in reversed(todo)]
     assert in_turn == fresh[::-1]
     assert any(r["found"] for r in in_turn)  # type: ignore[index]
+
+
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on workers are fresh interpreters, as where this process has other threads."""
+    monkeypatch.setattr(pools, "can_fork", lambda: False)
 
 
 def run_all(executor: Pool | Local, todo: list[Task], seconds: float = 60.0) -> dict[str, Outcome]:
@@ -146,10 +158,15 @@ def up(pool: Pool, n: int) -> None:
     assert len(pool.pids) == n
 
 
-def test_a_killed_worker_loses_only_its_own_share(tasks: Callable[[Graph], list[Task]]) -> None:
+@BOTH
+def test_a_killed_worker_loses_only_its_own_share(
+    fork: bool, tasks: Callable[[Graph], list[Task]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGKILL in the middle of a unit: that unit is done again, all outcomes are there and the
     same.
     """
+    if not fork:
+        fresh(monkeypatch)
     program = load_program("attention")
     context = context_of(program, CPU, Space(), 0)
     todo = tasks(program)
@@ -187,6 +204,7 @@ def deadly(monkeypatch: pytest.MonkeyPatch, victim: str, most: int, folder: Path
         "  return run(self,task,limits)\n"
         "Bench.run=fatal\n"
     )
+    fresh(monkeypatch)
     before, mark, after = pools._PROLOGUE.partition("from obelisk.search.pool import serve;")
     monkeypatch.setattr(pools, "_PROLOGUE", before + "\n" + poison + mark + after)
 
@@ -226,8 +244,38 @@ def test_a_search_whose_worker_dies_gives_the_same_candidates(
     assert answer(shared) == answer(by_one("gated_mlp"))
 
 
-def test_no_worker_outlives_the_search() -> None:
+def test_a_process_with_threads_is_not_forked() -> None:
+    """A fork would inherit locks that other threads hold; and forks are what there is else."""
+    assert pools.can_fork() == (threading.active_count() == 1)
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)
+    other.start()
+    try:
+        assert not pools.can_fork()
+    finally:
+        over.set()
+        other.join()
+
+
+def test_the_collector_is_left_as_it_was() -> None:
+    """A search freezes what was there only for itself, and only where nobody else did."""
+    program = load_program("lora")
+    before = gc.get_freeze_count()
+    search(program, CPU, workers=1)
+    assert gc.get_freeze_count() == before
+    gc.freeze()
+    try:
+        search(program, CPU, workers=1)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+@BOTH
+def test_no_worker_outlives_the_search(fork: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing ends them at once, also when they are busy."""
+    if not fork:
+        fresh(monkeypatch)
     program = load_program("qknorm")
     pool = Pool(context_of(program, CPU, Space(), 0), program, lambda: PLENTY, never, 2, 0.0)
     pool.start()
@@ -243,6 +291,7 @@ def test_a_worker_that_cannot_live_is_not_started_for_ever(
     monkeypatch: pytest.MonkeyPatch, tasks: Callable[[Graph], list[Task]]
 ) -> None:
     """Where every worker dies at once the units are done here."""
+    fresh(monkeypatch)
     monkeypatch.setattr(pools, "_PROLOGUE", "raise SystemExit(3)")
     program = load_program("lora")
     context = context_of(program, CPU, Space(), 0)

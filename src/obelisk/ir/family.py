@@ -194,7 +194,17 @@ def probes(dim: Dim) -> tuple[int, ...]:
     """Sizes at which a family is looked at: both ends and their neighbours, small primes, powers of
     two and numbers beside them, and a few in the middle; ascending, the same every time.
     """
-    wanted = {dim.low, dim.low + 1, dim.high - 1, dim.high, 2, 3, 7, _WIDE, (dim.low + dim.high) // 2}
+    wanted = {
+        dim.low,
+        dim.low + 1,
+        dim.high - 1,
+        dim.high,
+        2,
+        3,
+        7,
+        _WIDE,
+        (dim.low + dim.high) // 2,
+    }
     power = 16
     while power <= dim.high:
         wanted |= {power - 1, power, power + 1}
@@ -202,7 +212,9 @@ def probes(dim: Dim) -> tuple[int, ...]:
     return tuple(sorted(n for n in wanted if dim.low <= n <= dim.high))
 
 
-def trace(build: Callable[[int], Graph], dim: Dim, check: Sequence[int] | None = None) -> FamilyGraph:
+def trace(
+    build: Callable[[int], Graph], dim: Dim, check: Sequence[int] | None = None
+) -> FamilyGraph:
     """The family of the graphs that `build` makes, one for each size.
 
     Their integers must be linear in the size; that is checked at every size of `check` (by default
@@ -298,7 +310,7 @@ def is_family_text(text: str) -> bool:
 
 
 def parse_family(text: str) -> FamilyGraph:
-    """Read the text form; raises `ParseError` where it is none, and what the graph's text raises."""
+    """Read the text form; raises `ParseError` where it is none, else what the graph raises."""
     found = _HEADER.match(text)
     if found is None:
         raise ParseError("not a family: expected a first line 'dim NAME = LOW..HIGH'")

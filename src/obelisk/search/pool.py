@@ -1,19 +1,25 @@
 """Where units run: in this process, or in worker processes that may die.
 
 An `Executor` takes tasks and gives outcomes in any order; the driver merges them in its own. A
-worker is a fresh interpreter (no fork, no re-run of the caller's main module) that reads tasks from
-a pipe. When one dies, the unit that it was at is run once more elsewhere, then given up and
-counted; what merely waited there is not lost. A worker that loses its parent ends.
+worker reads tasks from a pipe. Where this process has one thread it is a fork of it, there in
+milliseconds; where others run (a fork would inherit their locks, held for ever) it is a fresh
+interpreter, which takes some tenths of a second. When one dies, the unit that it was at is run once
+more elsewhere, then given up and counted; what merely waited there is not lost. A worker that loses
+its parent ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +32,7 @@ from obelisk.base.log import logger
 from obelisk.ir import Graph
 from obelisk.search.units import Bench, Context, Limits, Outcome, Task
 
-PATIENCE = 0.7  # seconds of work after which workers are worth their start (about 0.4 s each)
+PATIENCE = 0.7  # seconds of work after which fresh interpreters are worth their start (0.4 s each)
 AHEAD = 2  # tasks a worker has at once, so that it need not wait for an answer
 START_SECONDS = 120.0
 _PROLOGUE = (
@@ -69,6 +75,25 @@ class Executor(Protocol):
         """End all workers; queued and running units are forgotten."""
 
 
+class _Calm:
+    """While it holds, the garbage collector leaves alone what was there before: walking the whole
+    process again and again took a third of a search's time.
+    """
+
+    def __init__(self) -> None:
+        self._held = gc.get_freeze_count() == 0  # else somebody else's choice stays
+        if self._held:
+            gc.freeze()
+
+    def release(self) -> None:
+        """Everything is looked at again."""
+        if self._held:
+            gc.unfreeze()
+            self._held = False
+
+    __del__ = release
+
+
 class Local:
     """One unit after the other in this process."""
 
@@ -83,6 +108,7 @@ class Local:
         self._bench = Bench(context, graph, tick)
         self._limits = limits
         self._tasks: deque[Task] = deque()
+        self._calm = _Calm()
 
     def submit(self, task: Task) -> None:
         """Queue a unit."""
@@ -101,11 +127,41 @@ class Local:
     def close(self) -> None:
         """Forget what is queued."""
         self._tasks.clear()
+        self._calm.release()
+
+
+def can_fork() -> bool:
+    """Whether a fork of this process can do no harm: it has no thread but this one."""
+    return hasattr(os, "fork") and threading.active_count() == 1
+
+
+class _Fork:
+    """A forked child, with as much of `subprocess.Popen` as is needed here."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def kill(self) -> None:
+        """End it at once, if it is still there."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait for its end; the exit code, negative for a signal."""
+        if self.returncode is None:
+            try:
+                _, status = os.waitpid(self.pid, 0)
+                self.returncode = os.waitstatus_to_exitcode(status)
+            except ChildProcessError:  # somebody else waited for it
+                self.returncode = -signal.SIGKILL
+        return self.returncode
 
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | _Fork
     pipe: Connection
     ready: bool = False
     tasks: deque[Task] = field(default_factory=deque)
@@ -114,8 +170,9 @@ class _Worker:
 class Pool:
     """Worker processes of this machine.
 
-    Until the first worker is up, units run here; workers are started only once `patience` seconds
-    have passed, so that a small search does not pay for them.
+    Forks are started with the first units. Where fresh interpreters are needed, units run here
+    until the first is up, and they are started only once `patience` seconds have passed, so that a
+    small search does not pay for them.
     """
 
     def __init__(
@@ -129,13 +186,15 @@ class Pool:
     ) -> None:
         self.retried = self.dropped = self.workers = self.peak = 0
         self._context, self._limits, self._wanted = context, limits, workers
-        self._begun, self._patience = time.monotonic(), patience
-        self._help = patience > 0
+        self._graph, self._forks = graph, can_fork()
+        self._begun, self._patience = time.monotonic(), 0.0 if self._forks else patience
+        self._help = self._patience > 0
         self._bench = Bench(context, graph, tick)
         self._tasks: deque[Task] = deque()
         self._again: set[str] = set()
         self._workers: list[_Worker] = []
         self._starts = 2 * workers + 8  # a machine on which workers keep dying gets no more
+        self._calm = _Calm()
 
     @property
     def pids(self) -> list[int]:
@@ -178,10 +237,17 @@ class Pool:
             w.pipe.close()
             w.process.wait()
         self._workers.clear()
+        self._calm.release()
 
     # -- workers ---------------------------------------------------------------------------------
     def _start(self) -> None:
         ours, theirs = Pipe()
+        self._starts -= 1
+        if self._forks:
+            self._workers.append(_Worker(self._fork(ours, theirs), ours))
+            self.workers = max(self.workers, len(self._workers))
+            theirs.close()
+            return
         argv = [sys.executable, "-c", _PROLOGUE, str(theirs.fileno()), *(p for p in sys.path if p)]
         process = subprocess.Popen(
             argv,
@@ -191,7 +257,6 @@ class Pool:
             start_new_session=True,  # a Ctrl-C at the terminal is the parent's to handle
         )
         theirs.close()
-        self._starts -= 1
         worker = _Worker(process, ours)
         self._workers.append(worker)
         self.workers = max(self.workers, len(self._workers))
@@ -199,6 +264,27 @@ class Pool:
             ours.send(self._context)
         except OSError:
             self._bury(worker)
+
+    def _fork(self, ours: Connection, theirs: Connection) -> _Fork:
+        """A child that serves the other end of a pipe; it has the program already."""
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of a library
+            pid = os.fork()
+        if pid:
+            return _Fork(pid)
+        code = 1
+        try:
+            os.setsid()  # a Ctrl-C at the terminal is the parent's to handle
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            for pipe in (ours, *(w.pipe for w in self._workers)):
+                pipe.close()  # or the others would not see their parent's end of them close
+            gc.freeze()  # what was there stays shared
+            bench = Bench(self._context, self._graph, orphan_of(parent))
+            answer_tasks(theirs, bench)
+            code = 0
+        finally:
+            os._exit(code)
 
     def _dispatch(self) -> None:
         """Give tasks to the workers with the fewest."""
@@ -259,16 +345,14 @@ class Pool:
         return given_up
 
 
-def serve(fd: int) -> None:
-    """A worker: read the context, then tasks with their limits, and answer each.
+def orphan_of(parent: int) -> Callable[[], str]:
+    """A `tick` that stops a unit once the parent is gone."""
+    return lambda: "" if os.getppid() == parent else "orphaned"
 
-    Ends when the pipe closes; in the middle of a unit, when the parent is gone.
-    """
-    parent = os.getppid()
-    pipe = Connection(fd)
+
+def answer_tasks(pipe: Connection, bench: Bench) -> None:
+    """Say that the bench is ready, then answer tasks until the pipe closes."""
     with contextlib.suppress(EOFError, OSError):
-        context: Context = pipe.recv()
-        bench = Bench.from_text(context, lambda: "" if os.getppid() == parent else "orphaned")
         pipe.send("ready")
         while True:
             task, limits = pipe.recv()
@@ -277,3 +361,16 @@ def serve(fd: int) -> None:
             except Exception:
                 answer = traceback.format_exc()
             pipe.send(answer)
+
+
+def serve(fd: int) -> None:
+    """A fresh interpreter as a worker: read the context, then tasks with their limits, and answer
+    each.
+
+    Ends when the pipe closes; in the middle of a unit, when the parent is gone.
+    """
+    tick = orphan_of(os.getppid())
+    pipe = Connection(fd)
+    with contextlib.suppress(EOFError, OSError):
+        context: Context = pipe.recv()
+        answer_tasks(pipe, Bench.from_text(context, tick))
