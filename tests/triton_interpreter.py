@@ -1,0 +1,261 @@
+"""Lowered Triton kernels in Triton's interpreter, on the CPU.
+
+`python -m tests.triton_interpreter SET` runs one set of graphs in a process of its own, since the
+interpreter is chosen before Triton is imported; prints a line of JSON for each graph: its name and
+the worst error in units of what is allowed (above 1 it is wrong), or why there is no kernel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from obelisk.base.errors import Infeasible
+from obelisk.ir import DType, Graph, KernelGraph, Precision, random_inputs, run
+from obelisk.lower.cuda.options import Place
+from obelisk.lower.triton import TritonKernel, TritonModule, TritonOptions, lower_triton
+from obelisk.machine import find
+from tests import strategies
+from tests.cuda_graphs import attention, fused
+from tests.fuzz_graphs import arrays_for, random_program, worst_error
+from tests.lowering import RELATIVE, largest_error, strided
+
+GUARD = 64  # bytes around each output that must stay as they were
+FILLER = 0xAB
+
+
+class Interpreter:
+    """Runs modules; keeps the kernels it has loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        assert os.environ.get("TRITON_INTERPRET") == "1"
+        import torch
+
+        self.torch: Any = torch
+        self.folder = folder
+        self.loaded: dict[str, Any] = {}
+        self.types = {
+            DType.F64: torch.float64, DType.F32: torch.float32, DType.F16: torch.float16,
+            DType.BF16: torch.bfloat16, DType.F8E4M3: torch.uint8, DType.I32: torch.int32,
+            DType.I8: torch.int8, DType.BOOL: torch.uint8,
+        }  # fmt: skip
+
+    def function(self, kernel: TritonKernel) -> Any:
+        """The decorated function of a kernel's text."""
+        if kernel.source not in self.loaded:
+            path = self.folder / f"kernel_{len(self.loaded)}.py"
+            path.write_text(kernel.source)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            self.loaded[kernel.source] = getattr(module, kernel.entry)
+        return self.loaded[kernel.source]
+
+    def typed(self, memory: Any, offset: int, dtype: DType) -> Any:
+        """Memory from byte `offset` on as elements."""
+        size = int(dtype.nbytes)
+        whole = (len(memory) - offset) // size * size
+        return memory[offset : offset + whole].view(self.types[dtype])
+
+    def run(self, module: TritonModule, graph: Graph, arrays: Sequence[Any]) -> list[Any]:
+        """The outputs; checks that nothing around them changed."""
+        torch = self.torch
+        inputs = []
+        for a, node in zip(arrays, graph.inputs, strict=True):
+            laid = strided(a, node.attrs.strides)
+            span = 1 + sum(
+                (n - 1) * (s // laid.itemsize)
+                for n, s in zip(laid.shape, laid.strides, strict=True)
+            )
+            flat = np.lib.stride_tricks.as_strided(laid, (span,), (laid.itemsize,))
+            inputs.append(torch.from_numpy(flat.copy().view(np.uint8)))
+        sizes = [int(o.elements * o.dtype.nbytes) for o in graph.outputs]
+        outputs = [torch.full((n + 2 * GUARD,), FILLER, dtype=torch.uint8) for n in sizes]
+        scratch = torch.full((module.scratch_bytes + GUARD,), FILLER, dtype=torch.uint8)
+        for launch in module.launches:
+            kernel = module.kernels[launch.kernel]
+            arguments = []
+            for p, dtype in zip(launch.arguments, kernel.pointers, strict=True):
+                match p.place:
+                    case Place.INPUT:
+                        arguments.append(self.typed(inputs[p.index], p.offset, dtype))
+                    case Place.OUTPUT:
+                        arguments.append(self.typed(outputs[p.index], p.offset + GUARD, dtype))
+                    case _:
+                        arguments.append(self.typed(scratch, p.offset, dtype))
+            self.function(kernel)[(kernel.blocks,)](*arguments)
+        got = []
+        for node, memory, n in zip(graph.outputs, outputs, sizes, strict=True):
+            host = memory.numpy()
+            assert (host[:GUARD] == FILLER).all(), "wrote before an output"
+            assert (host[GUARD + n :] == FILLER).all(), "wrote past an output"
+            got.append(host[GUARD : GUARD + n].copy().view(node.dtype.numpy).reshape(node.shape))
+        return got
+
+
+def error_of(got: Sequence[Any], graph: Graph, arrays: Sequence[Any]) -> float:
+    """The worst error of all outputs against float64, in units of what is allowed."""
+    exact, working = run(graph, list(arrays)), run(graph, list(arrays), Precision.WORKING)
+    worst = 0.0
+    # The interpreter cuts f32 off to bf16, where a device rounds.
+    share = 0.5 if any(n.dtype is DType.BF16 for n in graph.nodes) else 1.0
+    for g, e, w, node in zip(got, exact, working, graph.outputs, strict=True):
+        if node.dtype is DType.F8E4M3:
+            worst = max(worst, largest_error(g, w) / RELATIVE[node.dtype])
+            continue
+        if not node.dtype.is_float:  # integers wrap as their type does, in both
+            e = w
+        worst = max(worst, share * worst_error(g, e, w, node.dtype))
+    return worst
+
+
+# --- sets of graphs -------------------------------------------------------------------------------
+
+SMALLER = {4096: 48, 6144: 72, 256: 24, 1024: 40, 32: 4}
+
+
+def small_program(name: str, dtype: str) -> Graph:
+    """A named program at small, awkward sizes."""
+    from obelisk.app.programs import PROGRAMS
+
+    program = PROGRAMS[name]
+    g = KernelGraph(name)
+    inputs = [
+        g.input([SMALLER.get(n, n) for n in shape], dtype, name=label)
+        for label, shape in program.shapes.items()
+    ]
+    g.output(program.build(g, *inputs), name="out")
+    return g.freeze()
+
+
+def programs() -> Iterator[Graph]:
+    """Every named program."""
+    from obelisk.app.programs import PROGRAMS
+
+    for name in PROGRAMS:
+        for dtype in ("f16", "f32"):
+            yield small_program(name, dtype)
+
+
+def found() -> Iterator[Graph]:
+    """Candidates that the search returns for small programs, the best few of each."""
+    from obelisk.search import Budget, search
+
+    for name in ("gqa", "rmsnorm", "lora", "gated_mlp", "attention", "ntrans"):
+        graph = small_program(name, "f16")
+        found = search(graph, find("h200"), budget=Budget(seconds=30.0, states=4000))
+        yield from (c.graph for c in found.candidates[1:5])
+
+
+def blocks() -> Iterator[Graph]:
+    """Every feature of the block level, on extents that do not divide; random block graphs."""
+    from tests.e2e.test_lower_blocks import cases
+
+    yield from cases()
+    for graph in fused().values():
+        if sum(n.elements for n in graph.inputs) < 200_000:
+            yield graph
+    yield from (strategies.blocked_pair(i).candidate for i in range(30))
+    for i in range(20):
+        graph = strategies.block_zoo(i)
+        if all(n.dtype is not DType.I4 for n in graph.inputs):
+            yield graph
+
+
+def operators() -> Iterator[Graph]:
+    """Every operator alone, in every dtype."""
+    from tests.e2e import test_lower_operators as ops
+
+    for shape in ((3, 77), (1, 1)):
+        yield from (make(shape) for make in (ops.elementwise, ops.reductions, ops.structure))
+    yield from (ops.narrow(d) for d in ("f64", "f16", "bf16", "f8e4m3"))
+    yield from (ops.integers(d) for d in ("i8", "i32"))
+    yield ops.composites()
+    yield from ops.products()
+
+
+def rows_of_scores() -> Iterator[Graph]:
+    """Attention of short lengths, in one kernel and split, f16 and bf16."""
+    for dtype in (DType.F16, DType.BF16):
+        for keys in (1, 17, 63, 64, 65):
+            yield attention(1, 5, keys, 16, row_tile=5, split=1, key_tile=keys, dtype=dtype)
+            if keys > 1:
+                yield attention(1, 5, keys, 16, row_tile=5, split=1, key_tile=32, dtype=dtype)
+        yield attention(1, 5, 64, 16, row_tile=5, split=2, key_tile=16, dtype=dtype)
+
+
+def scored(graph: Graph, peak: float) -> list[Any]:
+    """Inputs whose largest score is about `peak`."""
+    q, k, v = random_inputs(graph, 2)
+    kind = q.dtype
+    largest = np.abs(q.astype(np.float64) @ k.astype(np.float64)).max()
+    factor = np.sqrt(peak / largest)
+    return [(q.astype(np.float64) * factor).astype(kind),
+            (k.astype(np.float64) * factor).astype(kind), v]  # fmt: skip
+
+
+PEAKS = (5.0, 11.0, 12.0, 50.0, 88.0, 100.0, 1000.0)
+SETS: dict[str, Callable[[], Iterator[Graph]]] = {
+    "programs": programs, "found": found, "blocks": blocks, "operators": operators,
+    "scores": rows_of_scores,
+}  # fmt: skip
+
+
+def inputs_of(name: str, graph: Graph) -> Iterator[list[Any]]:
+    """Arrays for a graph of a set."""
+    if name == "scores":
+        yield from (scored(graph, peak) for peak in PEAKS)
+        return
+    scale = 0.3 if name in ("programs", "found") else 1.0
+    for arrays in [random_inputs(graph, 7, scale)]:
+        # Where strides let elements share memory, the values are what memory then holds.
+        yield [
+            np.array(strided(a, n.attrs.strides)) for a, n in zip(arrays, graph.inputs, strict=True)
+        ]
+
+
+def numbered(name: str) -> Iterator[Graph]:
+    """A set, or random programs: `random:FIRST:COUNT`."""
+    if name.startswith("random:"):
+        _, first, count = name.split(":")
+        yield from (random_program(int(first) + i) for i in range(int(count)))
+    else:
+        yield from SETS[name]()
+
+
+def main(names: Sequence[str]) -> None:
+    """Run sets; a graph that raises is a line too."""
+    machine = find("h200")
+    options = TritonOptions(loop_scale=2) if os.environ.get("OBELISK_TEST_SCALE") else None
+    with tempfile.TemporaryDirectory() as folder:
+        interpreter = Interpreter(Path(folder))
+        for name in names:
+            for i, graph in enumerate(numbered(name)):
+                line: dict[str, Any] = {"set": name, "graph": f"{i} {graph.name}"}
+                try:
+                    module = lower_triton(graph, machine, *([options] if options else []))
+                    worst = 0.0
+                    sets = [arrays_for(graph, i)] if name[:7] == "random:" else None
+                    for arrays in sets or inputs_of(name, graph):
+                        got = interpreter.run(module, graph, arrays)
+                        worst = max(worst, error_of(got, graph, arrays))
+                    line["error"] = worst
+                except Infeasible as reason:
+                    line["infeasible"] = str(reason)
+                except Exception as error:
+                    line["failed"] = f"{type(error).__name__}: {error}"[:800]
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
