@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import obelisk as ob
-from obelisk.app import pipeline
+from obelisk.app import backend_cpu, pipeline
 from obelisk.app.report import Report, render_html
 from obelisk.base.errors import BuildFailed, CallError, Infeasible, UnknownName, UserError
 from obelisk.build import Library
@@ -149,7 +149,7 @@ def test_a_better_candidate_is_chosen_and_the_bad_ones_are_counted(
         return module
 
     monkeypatch.setattr(pipeline, "search", found(list(cases.values())))
-    monkeypatch.setattr(pipeline, "lower_cpu", lower)
+    monkeypatch.setattr(backend_cpu, "lower_cpu", lower)
     best = ob.optimize(program(), budget=90.0, seed=2, baselines=())
     check(best)
     rows = {c.note: c for c in best.report.candidates}
@@ -221,7 +221,7 @@ def test_own_kernels_that_cannot_be_made_are_a_clean_refusal(
         raise Infeasible("f8e4m3 is not emitted")
 
     monkeypatch.setattr(pipeline, "search", found([]))
-    monkeypatch.setattr(pipeline, "lower_cpu", refuse)
+    monkeypatch.setattr(backend_cpu, "lower_cpu", refuse)
     with pytest.raises(Infeasible, match="block cannot be compiled here: infeasible: f8e4m3"):
         ob.optimize(program(), budget=BUDGET)
 

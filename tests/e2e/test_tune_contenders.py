@@ -25,7 +25,7 @@ from obelisk.base.settings import settings
 from obelisk.ir import Graph, KernelGraph
 from obelisk.machine import host
 from obelisk.machine.description import Cache
-from obelisk.tune import Contender, Setup, Status, TuneItem, tune, tuner
+from obelisk.tune import Contender, Setup, Status, TuneItem, rigs, tune
 
 ROWS, INNER, COLS = 48, 64, 80
 
@@ -215,7 +215,7 @@ def test_large_inputs_are_rotated_beyond_the_cache(
 ) -> None:
     """Streamed: as many copies as span four caches, with different contents, all judged."""
     small = replace(host(), caches=(Cache(3, 32 * 1024, 2, 1e9),))
-    monkeypatch.setattr(tuner, "host", lambda: small)
+    monkeypatch.setattr(rigs, "host", lambda: small)
     report = tune(
         program(),
         [TuneItem("loops", program(), library(tmp_path))],

@@ -10,12 +10,12 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
 from obelisk.app.doctor import obelisk_version
 from obelisk.app.report import BaselineRow, CandidateRow
-from obelisk.lower.cpu import CpuOptions
 from obelisk.machine import Machine
 from obelisk.search import Candidate
 from obelisk.tune import Measured, Status
@@ -25,9 +25,9 @@ MICRO = 1e6
 OP_BY_OP = "op_by_op"
 
 
-def describe(options: CpuOptions) -> str:
-    """A lowering in words: what differs from the default."""
-    usual = CpuOptions()
+def describe(options: Any) -> str:
+    """A lowering in words: what differs from the default of the options' kind (a dataclass)."""
+    usual = type(options)()
     changed = [
         f"{f.name} {getattr(options, f.name)}"
         for f in fields(options)
@@ -106,15 +106,15 @@ def _row(name: str, measured: Measured) -> BaselineRow:
     return BaselineRow(name, _micro(measured.seconds), _micro(measured.spread))
 
 
-def environment(machine: Machine, threads: int, compiler: str) -> dict[str, str]:
-    """What the times depend on, in words."""
+def environment(machine: Machine, threads: int, more: Mapping[str, str]) -> dict[str, str]:
+    """What the times depend on, in words; `more` is what the back end adds."""
     caches = ", ".join(f"L{c.level} {c.size // 1024} KiB" for c in machine.caches)
     return {
         "obelisk": obelisk_version(),
         "machine": f"{machine.title} ({machine.arch}), {machine.cores} cores, {caches}",
         "threads": str(threads),
         "load average before": f"{os.getloadavg()[0]:.1f}",
-        "compiler": compiler,
+        **more,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "system": platform.platform(),

@@ -1,9 +1,10 @@
 """The border between a user's tensors and a kernel's pointers.
 
-`Signature` takes numpy arrays or torch tensors and gives addresses, without a copy, after it has
-checked everything a kernel relies on: kind, device, dtype, shape, strides, alignment, and that no
-output overlaps an input. It promises that what does not match raises `CallError` with the input's
-name and both sides, and that results are of the kind that was given. A check costs microseconds.
+`Signature` takes numpy arrays or torch tensors (for a CUDA device: torch tensors on it) and gives
+addresses, without a copy, after it has checked everything a kernel relies on: kind, device, dtype,
+shape, strides, alignment, and that no output overlaps an input. It promises that what does not
+match raises `CallError` with the input's name and both sides, and that results are of the kind that
+was given. A check costs microseconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from obelisk.base.errors import CallError
 from obelisk.ir import DType, Graph, Node
 from obelisk.ir.build import row_major
 
+DEVICE_ALIGN = 16  # bytes: the widest access of a thread on a CUDA device
 Tensor = Any  # np.ndarray or torch.Tensor; torch is optional and never imported here
 
 TORCH_NAMES = {
@@ -35,7 +37,9 @@ TORCH_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one tensor of a signature must be: `strides` are in elements, `steps` in bytes."""
+    """What one tensor of a signature must be: `strides` are in elements, `steps` and `align` in
+    bytes.
+    """
 
     label: str  # for errors: input 'q', output 'y'
     name: str
@@ -45,6 +49,8 @@ class Slot:
     strides: tuple[int, ...]
     steps: tuple[int, ...]
     torch: str
+    device: str
+    align: int
 
     @property
     def span(self) -> int:
@@ -58,23 +64,27 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One checked call: addresses to pass, and the results to hand back."""
+    """One checked call: addresses to pass, the results to hand back, and the number of the CUDA
+    device (-1: this machine's memory).
+    """
 
     inputs: list[int]
     outputs: list[int]
     results: tuple[Tensor, ...]
+    device: int = -1
 
 
 class Signature:
-    """The tensors a graph takes and gives."""
+    """The tensors a graph takes and gives, on `device`: "cpu" or "cuda"."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.name = graph.name
+    def __init__(self, graph: Graph, device: str = "cpu") -> None:
+        self.name, self.device = graph.name, device
         self.inputs = tuple(
-            _slot("input", n, node) for n, node in zip(graph.input_names, graph.inputs, strict=True)
+            _slot("input", n, node, device)
+            for n, node in zip(graph.input_names, graph.inputs, strict=True)
         )
         self.outputs = tuple(
-            _slot("output", n, node)
+            _slot("output", n, node, device)
             for n, node in zip(graph.output_names, graph.outputs, strict=True)
         )
 
@@ -89,16 +99,22 @@ class Signature:
         kinds = {_kind(s.label, t) for s, t in zip(self.inputs, tensors, strict=True)}
         if len(kinds) > 1:
             raise CallError(f"{self.name}: numpy arrays and torch tensors are mixed; pass one kind")
-        torch = kinds == {"torch"}
+        torch = kinds == {"torch"} or (not kinds and self.device == "cuda")
+        if self.device == "cuda" and not torch:
+            raise CallError(
+                f"{self.name} runs on a CUDA device, got numpy arrays: pass torch tensors that lie "
+                "there, for example torch.from_numpy(x).cuda()"
+            )
         address = _torch_address if torch else _numpy_address
         ins = [address(s, t) for s, t in zip(self.inputs, tensors, strict=True)]
+        device = _one_device(self, tensors) if self.device == "cuda" else -1
         if out is None:
-            results = tuple(_empty(s, torch) for s in self.outputs)
+            results = tuple(_empty(s, torch, device) for s in self.outputs)
             outs = [r.data_ptr() if torch else r.ctypes.data for r in results]
-            return Bound(ins, outs, results)
-        return self._into(ins, out, torch)
+            return Bound(ins, outs, results, device)
+        return self._into(ins, out, torch, device)
 
-    def _into(self, ins: list[int], out: Tensor, torch: bool) -> Bound:
+    def _into(self, ins: list[int], out: Tensor, torch: bool, device: int) -> Bound:
         """Outputs that the caller provides: as strict as inputs, writable, and apart from all."""
         results = tuple(out) if isinstance(out, tuple | list) else (out,)
         if len(results) != len(self.outputs):
@@ -118,12 +134,25 @@ class Signature:
                         f"{slot.label} shares memory with {other!r}: kernels read their "
                         "inputs while they write; pass a buffer of its own"
                     )
+            if torch and device >= 0 and result.device.index != device:
+                raise CallError(f"{slot.label} is on {result.device}, the inputs on cuda:{device}")
             taken.append((slot.name, start, end))
             outs.append(start)
-        return Bound(ins, outs, results)
+        return Bound(ins, outs, results, device)
 
 
-def _slot(role: str, name: str, node: Node) -> Slot:
+def _one_device(signature: Signature, tensors: Sequence[Tensor]) -> int:
+    """The number of the CUDA device that all inputs lie on; without inputs the current one."""
+    found = {int(t.device.index) for t in tensors}
+    if len(found) > 1:
+        places = ", ".join(
+            f"{s.name} on {t.device}" for s, t in zip(signature.inputs, tensors, strict=True)
+        )
+        raise CallError(f"{signature.name}: the inputs lie on several devices: {places}")
+    return found.pop() if found else int(sys.modules["torch"].cuda.current_device())
+
+
+def _slot(role: str, name: str, node: Node, device: str) -> Slot:
     given = (
         node.attrs.strides if node.attrs is not None and hasattr(node.attrs, "strides") else None
     )
@@ -138,6 +167,8 @@ def _slot(role: str, name: str, node: Node) -> Slot:
         strides,
         tuple(s * size for s in strides),
         f"torch.{TORCH_NAMES.get(node.dtype, '?')}",
+        device,
+        DEVICE_ALIGN if device == "cuda" else size,
     )
 
 
@@ -165,8 +196,10 @@ def _numpy_address(slot: Slot, x: np.ndarray[Any, Any]) -> int:
 
 
 def _torch_address(slot: Slot, x: Tensor) -> int:
-    if x.device.type != "cpu":
-        raise CallError(f"{slot.label} is on {x.device}, expected cpu: move it with .cpu()")
+    if x.device.type != slot.device:
+        raise CallError(
+            f"{slot.label} is on {x.device}, expected {slot.device}: move it with .{slot.device}()"
+        )
     if str(x.dtype) != slot.torch:
         raise CallError(f"{slot.label} has dtype {x.dtype}, expected {slot.torch}")
     if tuple(x.shape) != slot.shape:
@@ -198,17 +231,19 @@ def _check_strides(slot: Slot, got: tuple[float, ...], remedy: str) -> None:
 
 
 def _aligned(slot: Slot, address: int) -> int:
-    size = slot.numpy.itemsize
-    if address % size:
+    if address % slot.align:
+        wide = slot.align > slot.numpy.itemsize
+        what = "16-byte accesses: pass .clone()" if wide else f"its {slot.dtype} elements"
         raise CallError(
-            f"{slot.label} starts at an address that is {address % size} bytes past a "
-            f"multiple of {size}, expected one aligned to its {slot.dtype} elements"
+            f"{slot.label} starts at an address that is {address % slot.align} bytes past a "
+            f"multiple of {slot.align}, expected one aligned to {what}"
         )
     return address
 
 
-def _empty(slot: Slot, torch: bool) -> Tensor:
+def _empty(slot: Slot, torch: bool, device: int) -> Tensor:
     if not torch:
         return np.empty(slot.shape, slot.numpy)
     lib = sys.modules["torch"]
-    return lib.empty(slot.shape, dtype=getattr(lib, slot.torch.removeprefix("torch.")))
+    kind = getattr(lib, slot.torch.removeprefix("torch."))
+    return lib.empty(slot.shape, dtype=kind, device="cpu" if device < 0 else f"cuda:{device}")

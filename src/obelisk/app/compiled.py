@@ -1,9 +1,10 @@
 """A compiled program: what `optimize` returns and users call.
 
-Takes numpy arrays or torch tensors, checks them against the program's signature, and runs the
-kernels on their memory without a copy. It promises a right answer or a `CallError`, results of the
-kind that was given, that calls from several threads at once do not share scratch memory, and an
-export that gives the same bits in another process on the same kind of machine.
+Takes numpy arrays or torch tensors (for a CUDA device torch tensors on it), checks them against the
+program's signature, and runs the kernels on their memory without a copy. It promises a right answer
+or a `CallError`, results of the kind that was given, that calls from several threads at once do not
+share scratch memory, and an export that gives the same bits in another process on the same kind of
+machine.
 """
 
 from __future__ import annotations
@@ -13,25 +14,24 @@ import os
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from obelisk.app.calls import Signature, Tensor
+from obelisk.app.backends import backend_of
+from obelisk.app.calls import Tensor
 from obelisk.app.doctor import obelisk_version
 from obelisk.app.report import Report, render_html
 from obelisk.base.digest import digest
-from obelisk.base.errors import InternalError, ParseError, UserError
+from obelisk.base.errors import ParseError, UserError
 from obelisk.base.log import logger
 from obelisk.base.settings import settings
-from obelisk.build import Library
 from obelisk.ir import Graph
-from obelisk.ir.svg import to_svg
 from obelisk.ir.text import parse, to_text
-from obelisk.machine import host
 from obelisk.verify import JudgeResult, Verdict, VerdictKind
 
-FORMAT = 1
+FORMAT = 2
 # What zipfile raises for damage, depending on where it is.
 _DAMAGE = (
     zipfile.BadZipFile,
@@ -41,9 +41,8 @@ _DAMAGE = (
     RuntimeError,
     ValueError,
 )
-LIBRARY = "library.so"
 _META, _SOURCE, _PROGRAM, _CHOSEN = (
-    "meta.json", "source.c", "program.txt", "chosen.txt",
+    "meta.json", "source.txt", "program.txt", "chosen.txt",
 )  # fmt: skip
 
 
@@ -54,7 +53,9 @@ class Artifact:
     Attributes:
         program, graph: what was asked for, and what was chosen.
         verdict: the judges' answer for `graph`.
-        source, library: the C text, and the shared object built from it.
+        source: the generated text.
+        files: what was built from it, by file name.
+        backend, target: which back end runs it, and what that needs of a machine.
         scratch_bytes: scratch memory of one call.
         threads: threads it was tuned for.
         report: the account of the run.
@@ -64,7 +65,9 @@ class Artifact:
     graph: Graph
     verdict: Verdict
     source: str
-    library: bytes
+    files: dict[str, bytes]
+    backend: str
+    target: dict[str, Any]
     scratch_bytes: int
     threads: int
     report: Report
@@ -77,16 +80,16 @@ class Compiled:
     >>> y = best(q, k, v)             # doctest: +SKIP
     """
 
-    def __init__(self, artifact: Artifact, path: Path) -> None:
-        self._artifact, self._path = artifact, path
-        self._signature = Signature(artifact.program)
-        self._idle = [Library(path, artifact.scratch_bytes)]  # each with scratch memory of its own
+    def __init__(self, artifact: Artifact, path_of: Callable[[str], Path]) -> None:
+        """`path_of` gives the file that holds a binary part of the artifact."""
+        self._artifact = artifact
+        self._runner = backend_of(artifact.backend).runner(artifact, path_of)
 
     program = property(lambda self: self._artifact.program, doc="The program as it was given.")
     graph = property(lambda self: self._artifact.graph, doc="The chosen graph.")
     verdict = property(lambda self: self._artifact.verdict, doc="What the judges said of it.")
     report = property(lambda self: self._artifact.report, doc="The account of the run.")
-    source = property(lambda self: self._artifact.source, doc="The generated C text.")
+    source = property(lambda self: self._artifact.source, doc="The generated text.")
     candidates = property(lambda self: self.report.candidates, doc="All that was looked at.")
     baselines = property(
         lambda self: {b.name: b.time_us for b in self.report.baselines},
@@ -94,7 +97,7 @@ class Compiled:
     )
 
     def __repr__(self) -> str:
-        return f"<Compiled {self._signature}: {self.report.sentence()}>"
+        return f"<Compiled {self._runner.text}: {self.report.sentence()}>"
 
     def __call__(self, *tensors: Tensor, out: Tensor | None = None) -> Any:
         """Run on one tensor per input; gives one tensor, or a tuple for several outputs.
@@ -102,25 +105,12 @@ class Compiled:
         `out` takes the results' place: tensors of the outputs' shapes and dtypes that share no
         memory with an input. Raises `CallError` for what does not match; nothing has run then.
         """
-        bound = self._signature.bind(tensors, out)
-        library = self._take()
-        try:
-            code = library.call(bound.inputs, bound.outputs, self._artifact.threads)
-        finally:
-            self._idle.append(library)
-        if code:
-            raise InternalError(f"{self._signature}: the kernel returned {code}")
-        return bound.results[0] if len(bound.results) == 1 else bound.results
-
-    def _take(self) -> Library:
-        """A library that no other call is using; popping is atomic."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return Library(self._path, self._artifact.scratch_bytes)
+        return self._runner.call(tensors, out)
 
     def html(self) -> str:
         """The report as one self-contained page."""
+        from obelisk.ir.svg import to_svg  # only here: it needs a layout library
+
         picture = to_svg(self.graph).partition("?>")[2]  # inside a page the XML declaration is none
         return render_html(self.report, picture, to_text(self.graph))
 
@@ -138,9 +128,9 @@ def pack(artifact: Artifact) -> dict[str, bytes]:
     meta = {
         "format": FORMAT,
         "version": obelisk_version(),
-        "arch": host().arch,
-        "features": sorted(host().features),
-        "digest": digest(artifact.library),
+        "backend": artifact.backend,
+        "target": artifact.target,
+        "digests": {name: digest(data) for name, data in sorted(artifact.files.items())},
         "scratch_bytes": artifact.scratch_bytes,
         "threads": artifact.threads,
         "verdict": _verdict_to_json(artifact.verdict),
@@ -151,7 +141,7 @@ def pack(artifact: Artifact) -> dict[str, bytes]:
         _PROGRAM: to_text(artifact.program).encode(),
         _CHOSEN: to_text(artifact.graph).encode(),
         _SOURCE: artifact.source.encode(),
-        LIBRARY: artifact.library,
+        **artifact.files,
     }
 
 
@@ -170,22 +160,19 @@ def unpack(files: dict[str, bytes], where: str) -> Artifact:
         meta = json.loads(files[_META])
         if meta["format"] != FORMAT:
             raise ParseError(f"{where}: format {meta['format']}, this version reads {FORMAT}")
-        library = files[LIBRARY]
-        if digest(library) != meta["digest"]:
-            raise ParseError(f"{where}: the library in it is damaged: export it again")
-        machine = host()
-        lacks = set(meta["features"]) - set(machine.features)
-        if meta["arch"] != machine.arch or lacks:
-            raise UserError(
-                f"{where} was built for {meta['arch']} with {', '.join(meta['features'])}; this is "
-                f"{machine.arch} without {', '.join(sorted(lacks)) or 'that'}: optimize it here"
-            )
+        binary = {name: files[name] for name in meta["digests"]}
+        for name, data in binary.items():
+            if digest(data) != meta["digests"][name]:
+                raise ParseError(f"{where}: {name} in it is damaged: export it again")
+        backend_of(meta["backend"]).admit(meta["target"], where)
         return Artifact(
             program=parse(files[_PROGRAM].decode()),
             graph=parse(files[_CHOSEN].decode()),
             verdict=_verdict_from_json(meta["verdict"]),
             source=files[_SOURCE].decode(),
-            library=library,
+            files=binary,
+            backend=meta["backend"],
+            target=meta["target"],
             scratch_bytes=int(meta["scratch_bytes"]),
             threads=int(meta["threads"]),
             report=Report.from_json(meta["report"]),
@@ -197,15 +184,22 @@ def unpack(files: dict[str, bytes], where: str) -> Artifact:
 
 
 def materialise(artifact: Artifact) -> Compiled:
-    """Load the library from a file under its content digest, in the cache or else in temp."""
-    name = f"{digest(artifact.library)}.so"
-    folder = settings().cache_dir / "loaded"
-    try:
-        return Compiled(artifact, _place(folder, name, artifact.library))
-    except OSError as error:
-        spare = Path(tempfile.gettempdir()) / f"obelisk-{os.getuid()}"
-        logger("app").warning("cannot write %s (%s); using %s", folder, error.strerror, spare)
-        return Compiled(artifact, _place(spare, name, artifact.library))
+    """Put binary parts, as far as they are needed in files, under their content digests: in the
+    cache or else in temp.
+    """
+
+    def path_of(name: str) -> Path:
+        data = artifact.files[name]
+        file, folder = f"{digest(data)}{Path(name).suffix}", settings().cache_dir / "loaded"
+        try:
+            return _place(folder, file, data)
+        except OSError as error:
+            spare = Path(tempfile.gettempdir()) / f"obelisk-{os.getuid()}"
+            text = "cannot write %s (%s); using %s"
+            logger("app").warning(text, folder, error.strerror, spare)
+            return _place(spare, file, data)
+
+    return Compiled(artifact, path_of)
 
 
 def _place(folder: Path, name: str, data: bytes) -> Path:

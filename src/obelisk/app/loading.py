@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from obelisk.app.backends import backend_of
 from obelisk.app.programs import find_program
 from obelisk.base.errors import MalformedGraph, ObeliskError, ParseError, UnknownName, UserError
 from obelisk.ir import DType, Graph, KernelGraph, Node, parse_dtype
@@ -47,6 +48,13 @@ def load_program(
         batch = program.batch_of(like) if batch == 1 else batch
         dtype = dtype or like.inputs[0].dtype
     return program.graph(batch, dtype or DType.F32)
+
+
+def load_for(spec: str, device: str, batch: int = 1, dtype: str | DType | None = None) -> Graph:
+    """`load_program`, with the device's dtype for a named program unless one is asked for."""
+    if dtype is None and ".py" not in Path(spec.partition(":")[0]).suffix and not _is_file(spec):
+        dtype = backend_of(device).dtype
+    return load_program(spec, batch, dtype)
 
 
 def load_entries(spec: str, batch: int = 1, dtype: str | DType | None = None) -> list[Entry]:

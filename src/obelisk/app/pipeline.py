@@ -1,9 +1,10 @@
 """`optimize`: cache, search, verify, lower, build, tune, cache, in this order, in limited time.
 
-Takes a program; gives a `Compiled` whose report says what became of every candidate. It promises
-that the program's own kernels are always among what is built, that only what the judges accepted
-and the tuner found right can be the answer, that one bad candidate never ends a run, and that a
-time limit or Ctrl-C ends it with the best that is known.
+Takes a program and a device; gives a `Compiled` whose report says what became of every candidate.
+What the device is, the stages ask its back end (`backends`) and nobody else. It promises that the
+program's own kernels are always among what is built, that only what the judges accepted and the
+tuner found right can be the answer, that one bad candidate never ends a run, and that a time limit
+or Ctrl-C ends it with the best that is known.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from obelisk.app.account import baseline_rows, candidate_rows, describe, environment
+from obelisk.app.account import baseline_rows, candidate_rows, environment
+from obelisk.app.backends import Lowering
 from obelisk.app.compiled import Artifact, Compiled, materialise
-from obelisk.app.contenders import NUMPY, QUICK, contenders
-from obelisk.app.loading import load_program
+from obelisk.app.loading import load_for
 from obelisk.app.report import Report, SearchRow, count_failures
 from obelisk.app.request import Request, make_request
 from obelisk.app.storage import fetch, keep, key_of
@@ -28,9 +30,8 @@ from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError
 from obelisk.base.log import logger
 from obelisk.base.progress import Progress, Silent
 from obelisk.base.settings import settings, usable_cores
-from obelisk.build import Built, compile_c
 from obelisk.ir import Graph, KernelGraph
-from obelisk.lower.cpu import CpuModule, CpuOptions, lower_cpu, variants
+from obelisk.ir.resize import blocks_of
 from obelisk.machine import estimate
 from obelisk.search import Budget, Candidate, SearchStats, Space, search
 from obelisk.tune import Measured, TuneItem, TuneReport, tune
@@ -42,15 +43,16 @@ from obelisk.verify import Verdict, VerdictKind, Verifier
 SEARCH_ENDS, VERIFY_ENDS, BUILD_ENDS, TUNE_ENDS = 0.5, 0.7, 0.82, 0.97
 # Seconds that tuning needs for its worker, per floating-point operation of the program and per byte
 # of its inputs for the right answers (measured on two cores); at most this share of the limit.
-TUNE_START, TUNE_PER_FLOP, TUNE_PER_BYTE, TUNE_SHARE = 1.3, 1e-9, 3e-9, 0.45
+TUNE_PER_FLOP, TUNE_PER_BYTE, TUNE_SHARE = 1e-9, 3e-9, 0.45
 TORCH_START = 3.0  # seconds until torch is imported and has answered once
 TORCH_LEAST = 12.0  # seconds of time limit: below, starting torch would take too large a part
 TORCH_SHARE = 0.35  # of the time limit, for starting torch
-BUILD_SECONDS = 60.0  # time limit of one compiler run
 LEAST_SEARCH = 0.05
 GRACE = 5.0  # seconds that Ctrl-C leaves to judge, build and measure what is known
 LEAST_TUNING = 0.5  # seconds; below this nothing can be told apart
-MOST_ITEMS = 24  # lowered variants that are built for one program
+PROMISING = 3.0  # candidates predicted slower than this times the best are measured as they are
+GROWN_FROM = 5  # of the fastest so far, every lowering choice is tried
+GROW_SHARE = 0.6  # of what is left, for building them
 SPACE = Space()
 ITSELF = Verdict(VerdictKind.PROVED, "it is the program itself", 0.0, None)
 
@@ -62,17 +64,21 @@ def crowding() -> float:
 
 @dataclass(slots=True)
 class _Lowered:
-    """One lowering of one candidate, on its way to a library."""
+    """One lowering of one candidate, on its way to something that runs."""
 
     candidate: int
-    options: CpuOptions
-    module: CpuModule
-    future: Future[Built]
+    made: Lowering
+    variant: str  # sizes and choices in words
+    future: Future[Any] | None = None
     measured: Measured | None = None
 
     @property
     def name(self) -> str:
-        return f"candidate {self.candidate}, {describe(self.options)}"
+        return f"candidate {self.candidate}, {self.variant}"
+
+    @property
+    def done(self) -> bool:
+        return self.future is not None and self.future.done()
 
 
 def optimize(
@@ -83,7 +89,7 @@ def optimize(
     seed: int = 0,
     cache: bool = True,
     verify_level: str = "full",
-    baselines: Sequence[str] = QUICK,
+    baselines: Sequence[str] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Compiled:
@@ -91,23 +97,26 @@ def optimize(
 
     Args:
         program: a graph, a builder, or what `obelisk optimize` takes: a name or a file.
-        device: "cpu", this machine.
+        device: "cpu", this machine, or "cuda", "cuda:N". Named programs are f32 on a CPU and f16 on
+            a CUDA device; compiled for one, they take torch tensors that lie on it.
         budget: wall seconds for everything; it ends by a tenth more, but for two things: the
             program's own kernels are always built, and torch.compile, where it is among the
             baselines, compiles on top.
         seed: of the search's and the tuner's random choices.
         cache: look the program up first, and store the answer.
         verify_level: "full" (small and full size) or "quick" (small sizes only).
-        baselines: what to measure beside it, of `contenders.ALL`; what is missing is said so.
+        baselines: what to measure beside it, of `contenders.ALL` or `contenders_cuda.RIVALS`; what
+            is missing is said so. By default the few that start quickly.
         threads: how many the kernels use; by default `OBELISK_THREADS`, else all cores.
         progress: gets the counts of each stage.
 
     Returns the program's own kernels when nothing beats them, and says so in its report. Raises
-    `UserError` for a wrong request, `MissingDependency` where there is no compiler, `Infeasible` or
-    `BuildFailed` when not even the program's own kernels can be made here.
+    `UserError` for a wrong request or where there is no such device, `MissingDependency` where
+    there is no compiler, `Infeasible` or `BuildFailed` when not even the program's own kernels can
+    be made here.
     """
     if isinstance(program, str):
-        program = load_program(program)
+        program = load_for(program, device)
     graph = program.freeze() if isinstance(program, KernelGraph) else program
     request = make_request(
         graph,
@@ -116,7 +125,7 @@ def optimize(
         seed,
         cache,
         verify_level,
-        tuple(baselines),
+        None if baselines is None else tuple(baselines),
         settings().threads if threads is None else threads,
         SPACE,
     )
@@ -138,7 +147,9 @@ class _Run:
     lowered: list[_Lowered] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     stages: dict[str, float] = field(default_factory=dict)
-    ready: list[tuple[_Lowered, Built]] = field(default_factory=list)
+    ready: list[tuple[_Lowered, Any]] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)  # digests of what was lowered
+    build: Callable[[Lowering], Future[Any]] = field(init=False)
     stats: SearchStats = field(default_factory=SearchStats)
     notes: list[str] = field(default_factory=list)
     interrupts: int = 0
@@ -152,8 +163,9 @@ class _Run:
         self.reserve = self._reserve()
         self.limit = request.budget - self.reserve
         builders = ThreadPoolExecutor(max(1, settings().threads), "obelisk-build")
+        self.build = request.backend.builder(request.machine, builders)
         try:
-            artifact = self._stages(builders, started)
+            artifact = self._stages(started)
         finally:
             builders.shutdown(wait=False, cancel_futures=True)
         if key is not None and not self.interrupts:
@@ -162,11 +174,11 @@ class _Run:
 
     def _reserve(self) -> float:
         """Seconds that tuning will take before it times anything."""
-        program = self.request.program
+        program, backend = self.request.program, self.request.backend
         flops = estimate(program, self.request.machine).flops
         size = sum(node.nbytes for node in program.inputs)
-        wanted = TUNE_START + TUNE_PER_FLOP * flops + TUNE_PER_BYTE * size
-        wanted += TORCH_START * any(name != NUMPY for name in self._affordable())
+        wanted = backend.start_seconds + TUNE_PER_FLOP * flops + TUNE_PER_BYTE * size
+        wanted += TORCH_START * any(backend.starts_slowly(name) for name in self._affordable())
         return min(wanted * crowding(), TUNE_SHARE * self.request.budget)
 
     def left(self, share: float) -> float:
@@ -189,17 +201,17 @@ class _Run:
         self.begun, self.limit = time.monotonic(), GRACE / self.interrupts**3
         self.reserve = 0.0
 
-    def _stages(self, builders: ThreadPoolExecutor, started: float) -> Artifact:
+    def _stages(self, started: float) -> Artifact:
         program, machine = self.request.program, self.request.machine
         self.candidates.append(Candidate(program, estimate(program, machine), "the program itself"))
         self.verdicts[0] = ITSELF
-        self._lower(builders, 0, 0)  # compiled while the search runs
+        self._own()  # compiled while the search runs
         with self.stage("search"):
             self._search()
         with self.stage("verify"):
-            self._verify(builders)
+            self._verify()
         with self.stage("build"):
-            self._build(builders)
+            self._build()
         tuned: TuneReport | None = None
         absent: dict[str, str] = {}
         with self.stage("tune"):
@@ -229,7 +241,7 @@ class _Run:
         if found.stats.stopped == "interrupted":
             self._interrupt()
 
-    def _verify(self, builders: ThreadPoolExecutor) -> None:
+    def _verify(self) -> None:
         """Judge the candidates in order of rank; start building each that passes."""
         request = self.request
         verifier = Verifier(request.program, seed=request.seed)
@@ -244,10 +256,12 @@ class _Run:
                 self._fell(i, "judge failed", error)
                 continue
             self.verdicts[i] = verdict
-            if verdict.accepted:
-                self._lower(builders, i, 0)
-            else:
+            if not verdict.accepted:
                 self._rejected(i, verdict)
+                continue
+            made = self._lower(i, candidate.graph, 0)
+            if made is not None and not made.made.slow:
+                made.future = self.build(made.made)
 
     def _rejected(self, candidate: int, verdict: Verdict) -> None:
         self.verdicts[candidate] = verdict
@@ -265,51 +279,117 @@ class _Run:
         self.fallen.setdefault(candidate, (status, text))
         logger("app").info("candidate %d: %s: %s", candidate, status, text)
 
-    def _lower(self, builders: ThreadPoolExecutor, candidate: int, variant: int) -> bool:
-        """Lower a variant of a candidate, hand it to the builders; False when there is none."""
-        graph = self.candidates[candidate].graph
+    def _own(self) -> None:
+        """Lower the program itself and start building it."""
+        made = self._lower(0, self.request.program, 0)
+        if made is not None:
+            made.future = self.build(made.made)
+
+    def _lower(self, candidate: int, graph: Graph, choice: int) -> _Lowered | None:
+        """Lower one choice of a candidate, at its own sizes or a sibling's; None where there is
+        none, or the text is known.
+        """
+        request, backend = self.request, self.request.backend
         try:
-            options = variants(graph, self.request.machine)
-            if variant >= len(options):
-                return False
-            module = lower_cpu(graph, self.request.machine, options[variant])
+            options = backend.options(graph, request.machine)
+            if choice >= len(options):
+                return None
+            made = backend.lower(graph, request.machine, options[choice])
         except Infeasible as error:
             self._fell(candidate, "infeasible", error)
-            return True
+            return None
         except Exception as error:  # a fault of the emitter costs this candidate, not the run
             self._fell(candidate, "code generation failed", error)
-            return True
-        if any(known.module.digest == module.digest for known in self.lowered):
-            return True
-        future = builders.submit(compile_c, module.source, timeout=BUILD_SECONDS)
-        self.lowered.append(_Lowered(candidate, options[variant], module, future))
-        return True
+            return None
+        if made.digest in self.seen:
+            return None
+        self.seen.add(made.digest)
+        words = [made.label]
+        if graph is not self.candidates[candidate].graph:
+            words.insert(0, sizes_of(graph))
+        found = _Lowered(candidate, made, ", ".join(words))
+        self.lowered.append(found)
+        return found
 
-    def _build(self, builders: ThreadPoolExecutor) -> None:
-        """Add further lowerings while there is time, then wait for the compilers."""
+    def _choices(self, graph: Graph) -> int:
+        """How many lowering choices a graph has; 0 where it cannot be lowered."""
+        try:
+            return len(self.request.backend.options(graph, self.request.machine))
+        except Exception:  # counted where the default choice is lowered
+            return 0
+
+    def _pool(self) -> list[tuple[int, Graph]]:
+        """What may be lowered: accepted candidates in order, then siblings of the promising."""
+        request = self.request
         good = [i for i, v in sorted(self.verdicts.items()) if v.accepted]
-        more, variant = list(good), 0
-        while more and len(self.lowered) < MOST_ITEMS and self.left(VERIFY_ENDS) > 0:
-            variant += 1
-            more = [
-                i
-                for i in more
-                if len(self.lowered) < MOST_ITEMS and self._lower(builders, i, variant)
-            ]
-        while self.left(BUILD_ENDS) > 0:
-            waiting = [item.future for item in self.lowered if not item.future.done()]
-            counts = {"done": len(self.lowered) - len(waiting), "of": len(self.lowered)}
+        own = [(i, self.candidates[i].graph) for i in good]
+        known = {g.digest for _, g in own}
+        more: list[tuple[float, int, Graph]] = []
+        for i in good:
+            if i == 0 or not self._promising(i):
+                continue
+            for graph in request.backend.siblings(self.candidates[i].graph, request.machine):
+                if graph.digest not in known:
+                    known.add(graph.digest)
+                    more.append((estimate(graph, request.machine).seconds, i, graph))
+        more.sort(key=lambda m: m[:2])
+        return own + [(i, g) for _, i, g in more]
+
+    def _promising(self, candidate: int) -> bool:
+        """Whether the model thinks it worth more than one try (where tries are not few anyway)."""
+        if not self.request.backend.grow_items:
+            return True
+        costs = [c.cost.seconds for c in self.candidates]
+        return costs[candidate] <= PROMISING * min(costs)
+
+    def _build(self) -> None:
+        """Lower further choices and sizes while there is time, then wait for the compilers."""
+        most = self.request.backend.most_items
+        left, choice = self._pool(), 0
+        while left and self._fast() < most and self.left(VERIFY_ENDS) > 0:
+            still: list[tuple[int, Graph]] = []
+            for i, graph in left:
+                if self._fast() >= most or self.left(VERIFY_ENDS) <= 0:
+                    break
+                if choice or graph is not self.candidates[i].graph:
+                    self._lower(i, graph, choice)
+                if choice + 1 < self._choices(graph) and self._promising(i):
+                    still.append((i, graph))
+            left, choice = still, choice + 1
+        self._start(most)
+        self._wait(lambda: self.left(BUILD_ENDS))
+
+    def _fast(self) -> int:
+        return sum(not item.made.slow for item in self.lowered)
+
+    def _start(self, most: int) -> None:
+        """Start building what was lowered, the forms that are meant to be fast first."""
+        started = sum(item.future is not None for item in self.lowered)
+        for item in sorted(self.lowered, key=lambda x: x.made.slow):
+            if item.future is None and started < most:
+                item.future = self.build(item.made)
+                started += 1
+        self.lowered = [item for item in self.lowered if item.future is not None]
+
+    def _wait(self, left: Callable[[], float]) -> None:
+        """Wait for the compilers while there is time."""
+        while left() > 0:
+            futures = [item.future for item in self.lowered if item.future is not None]
+            waiting = [f for f in futures if not f.done()]
+            counts = {"done": len(futures) - len(waiting), "of": len(futures)}
             self.progress.update("build", counts)
             if not waiting:
                 break
-            wait_futures(waiting, timeout=min(0.2, max(self.left(BUILD_ENDS), 0.01)))
+            wait_futures(waiting, timeout=min(0.2, max(left(), 0.01)))
 
-    def _built(self) -> list[tuple[_Lowered, Built]]:
-        """The lowerings that became libraries; the others are counted by reason."""
-        out: list[tuple[_Lowered, Built]] = []
-        for item in self.lowered:
-            first = item.candidate == 0 and not out
-            if not first and not item.future.done():
+    def _built(self, items: Sequence[_Lowered]) -> list[tuple[_Lowered, Any]]:
+        """The lowerings that were built; the others are counted by reason."""
+        out: list[tuple[_Lowered, Any]] = []
+        for item in items:
+            if item.future is None:
+                continue
+            first = item.candidate == 0 and not self.ready and not out
+            if not first and not item.done:
                 item.future.cancel()
                 self._fell(item.candidate, "not built in time", BuildFailed("time limit"))
                 continue
@@ -319,22 +399,21 @@ class _Run:
                 self._fell(item.candidate, "build failed", error)
         return out
 
+    def _items(self, built: Sequence[tuple[_Lowered, Any]]) -> list[TuneItem]:
+        return [
+            TuneItem(item.name, item.made.graph, made.path, item.made.scratch_bytes)
+            for item, made in built
+        ]
+
     def _tune(self) -> tuple[TuneReport | None, dict[str, str]]:
         """Check and time what was built, beside the baselines."""
         request = self.request
-        self.ready = self._built()
-        items = [
-            TuneItem(
-                item.name,
-                self.candidates[item.candidate].graph,
-                built.path,
-                item.module.scratch_bytes,
-            )
-            for item, built in self.ready
-        ]
+        self.ready = self._built(self.lowered)
+        items = self._items(self.ready)
         if not items or self.interrupts > 1:
             return None, {}
-        others, absent = contenders(request.program, self._affordable(), self.limit * TORCH_SHARE)
+        limit = self.limit * TORCH_SHARE
+        others, absent = request.backend.contenders(request.program, self._affordable(), limit)
         for name in request.baselines:
             if name not in absent and all(c.name != name for c in others):
                 absent[name] = f"not measured within a time limit below {TORCH_LEAST:g} s"
@@ -346,6 +425,8 @@ class _Run:
             threads=request.threads,
             seed=request.seed,
             progress=self.progress,
+            rig=request.backend.rig(request.device),
+            grow=self._grow if request.backend.grow_items and not self.interrupts else None,
         )
         for (item, _), measured in zip(self.ready, report.items, strict=True):
             item.measured = measured
@@ -354,11 +435,41 @@ class _Run:
                 self._fell(item.candidate, measured.status.value, error)
         return report, absent
 
+    def _grow(self, seconds: Sequence[float | None]) -> list[TuneItem]:
+        """Further lowerings of what is fastest so far: every choice, at neighbouring sizes too."""
+        request, most = self.request, self.request.backend.grow_items
+        timed = sorted((s, i) for i, s in enumerate(seconds) if s is not None)
+        leaders: dict[str, tuple[int, Graph]] = {}
+        for _, i in timed:
+            item = self.ready[i][0]
+            if item.candidate and len(leaders) < GROWN_FROM:
+                leaders.setdefault(item.made.graph.digest, (item.candidate, item.made.graph))
+        begin, before = time.monotonic(), len(self.lowered)
+        pool = list(leaders.values())
+        for i, graph in pool[:2]:
+            known = {g.digest for _, g in pool}
+            near = request.backend.siblings(graph, request.machine)
+            pool += [(i, g) for g in near if g.digest not in known][:GROWN_FROM]
+        for choice in range(max((self._choices(g) for _, g in pool), default=0)):
+            for i, graph in pool:
+                if len(self.lowered) - before < most:
+                    self._lower(i, graph, choice)
+        new = [item for item in self.lowered[before:] if not item.made.slow]
+        self.lowered[before:] = new
+        for item in new:
+            item.future = self.build(item.made)
+        room = GROW_SHARE * max(self.left(TUNE_ENDS), 0.0)
+        self._wait(lambda: begin + room - time.monotonic())
+        built = self._built(new)
+        self.ready += built
+        self.stages["grow"] = time.monotonic() - begin
+        return self._items(built)
+
     def _affordable(self) -> tuple[str, ...]:
         """The baselines that the time limit allows: torch takes seconds to start."""
         names = self.request.baselines
         if self.interrupts or self.request.budget < TORCH_LEAST:
-            return tuple(name for name in names if name == NUMPY)
+            return tuple(n for n in names if not self.request.backend.starts_slowly(n))
         return names
 
     def _artifact(
@@ -370,9 +481,7 @@ class _Run:
         own = self.ready[0][0].measured if self.ready and self.ready[0][0].candidate == 0 else None
         lowerings: dict[int, list[tuple[str, Measured | None]]] = {}
         for known in self.lowered:
-            lowerings.setdefault(known.candidate, []).append(
-                (describe(known.options), known.measured)
-            )
+            lowerings.setdefault(known.candidate, []).append((known.variant, known.measured))
         report = Report(
             program=request.program.name,
             digest=request.program.digest,
@@ -392,37 +501,41 @@ class _Run:
             search=SearchRow(self.stats.seconds, self.stats.states, dict(self.stats.pruned)),
             stages=dict(self.stages),
             failures=count_failures(self.failures),
-            environment=environment(request.machine, request.threads, request.compiler.version),
+            environment=environment(
+                request.machine, request.threads, request.backend.environment(request.device)
+            ),
             choice=tuned.reason if tuned else "nothing was measured",
             notes=(*self.notes, *_notes(tuned)),
             interrupted=self.interrupts > 0,
         )
         return Artifact(
             program=request.program,
-            graph=self.candidates[item.candidate].graph,
+            graph=item.made.graph,
             verdict=self.verdicts[item.candidate],
-            source=item.module.source,
-            library=built.path.read_bytes(),
-            scratch_bytes=item.module.scratch_bytes,
+            source=item.made.source,
+            files=request.backend.files(item.made, built),
+            backend=request.backend.name,
+            target=request.backend.target(request.machine),
+            scratch_bytes=item.made.scratch_bytes,
             threads=request.threads,
             report=report,
         )
 
-    def _choose(self, tuned: TuneReport | None) -> tuple[_Lowered, Built]:
+    def _choose(self, tuned: TuneReport | None) -> tuple[_Lowered, Any]:
         """The tuner's winner; the program's own kernels where nothing was measured."""
         for item, built in self._ranked(tuned):
-            if self._confirmed(item.candidate):
+            if self._confirmed(item):
                 return item, built
         unmeasured = tuned is None or all(m.status is TuneStatus.UNTRIED for m in tuned.items)
         if unmeasured:
-            for item, built in self.ready or self._built():
+            for item, built in self.ready or self._built(self.lowered):
                 if item.candidate == 0:
                     return item, built
         status, reason = self.fallen.get(0, ("not built", "no time was left"))
         text = f"{self.request.program.name} cannot be compiled here: {status}: {reason}"
         raise Infeasible(text) if status == "infeasible" else BuildFailed(text)
 
-    def _ranked(self, tuned: TuneReport | None) -> list[tuple[_Lowered, Built]]:
+    def _ranked(self, tuned: TuneReport | None) -> list[tuple[_Lowered, Any]]:
         """The tuner's winner, then the others that are right by their times."""
         if tuned is None or tuned.winner is None:
             return []
@@ -433,18 +546,31 @@ class _Run:
         ]
         return [self.ready[i] for i in (tuned.winner, *(i for _, i in sorted(right)))]
 
-    def _confirmed(self, candidate: int) -> bool:
-        """Judge the winner again, now at the program's own sizes too, if that was asked for."""
-        request = self.request
-        if candidate == 0 or request.verify_level != "full" or self.interrupts:
+    def _confirmed(self, item: _Lowered) -> bool:
+        """Judge the winner again, now at the program's own sizes too, if that was asked for. A
+        sibling, whose sizes no judge has seen, is always judged.
+        """
+        request, i = self.request, item.candidate
+        same = item.made.graph is self.candidates[i].graph
+        full = request.verify_level == "full" and not self.interrupts
+        if i == 0 or (same and not full):
             return True
-        verifier = Verifier(request.program, seed=request.seed + 1, full_size=True)
-        verdict = verifier.verify(self.candidates[candidate].graph)
+        verifier = Verifier(request.program, seed=request.seed + 1, full_size=full)
+        verdict = verifier.verify(item.made.graph)
         if verdict.accepted:
-            self.verdicts[candidate] = verdict
+            self.verdicts[i] = verdict
             return True
-        self._rejected(candidate, verdict)
+        self._rejected(i, verdict)
         return False
+
+
+def sizes_of(graph: Graph) -> str:
+    """The grids and loops of a graph's kernels in words."""
+    words = []
+    for block in blocks_of(graph):
+        loop = f" loop {block.loop}" if block.loop > 1 else ""
+        words.append(f"grid {'x'.join(map(str, block.grid))}{loop}")
+    return ", ".join(words)
 
 
 def _notes(tuned: TuneReport | None) -> tuple[str, ...]:

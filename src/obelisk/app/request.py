@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from obelisk.app.backends import Backend, backend_of
 from obelisk.base.errors import UnknownName, UserError
-from obelisk.build import CompilerIdentity, compiler_identity
 from obelisk.ir import Graph
-from obelisk.machine import Machine, MachineKind, find
+from obelisk.machine import Machine
 from obelisk.search import Space
 
 LEVELS = ("full", "quick")
-DEVICES = ("cpu", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,8 @@ class Request:
         baselines: names of what to measure beside it.
         threads: threads of generated code.
         space: what is searched.
-        compiler: what builds the kernels.
+        backend: what lowers, builds, measures and calls for the device.
+        toolchain: what builds the kernels, in words.
     """
 
     program: Graph
@@ -41,7 +41,8 @@ class Request:
     baselines: tuple[str, ...]
     threads: int
     space: Space
-    compiler: CompilerIdentity
+    backend: Backend
+    toolchain: str
 
 
 def make_request(
@@ -51,16 +52,14 @@ def make_request(
     seed: int,
     cache: bool,
     verify_level: str,
-    baselines: tuple[str, ...],
+    baselines: tuple[str, ...] | None,
     threads: int,
     space: Space,
 ) -> Request:
     """Check every part; raises `UnknownName` or `UserError` naming the part and what is allowed,
-    and `MissingDependency` where there is no C compiler.
+    and `MissingDependency` where there is no compiler. Without `baselines`: the back end's own.
     """
-    machine = find(device)
-    if machine.kind is not MachineKind.CPU or device not in DEVICES:
-        raise UnknownName(f"device {device!r}: code is emitted for {' or '.join(DEVICES)} so far")
+    backend = backend_of(device)
     if not budget > 0:
         raise UserError(f"budget is {budget} s, expected more than 0")
     if verify_level not in LEVELS:
@@ -69,14 +68,15 @@ def make_request(
         raise UserError(f"threads is {threads}, expected 1 or more")
     return Request(
         program,
-        machine,
+        backend.machine(device),
         device,
         budget,
         seed,
         cache,
         verify_level,
-        baselines,
+        backend.quick if baselines is None else baselines,
         threads,
         space,
-        compiler_identity(),
+        backend,
+        backend.toolchain(),
     )

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from obelisk.app.compiled import LIBRARY, Artifact, Compiled, pack, unpack
+from obelisk.app.compiled import Artifact, Compiled, pack, unpack
 from obelisk.app.request import Request
 from obelisk.base.errors import UserError
 from obelisk.base.log import logger
-from obelisk.build.compiler import FLAGS
 from obelisk.cache import CacheKey, Store, cache_key
 
 
@@ -30,7 +29,7 @@ def key_of(request: Request) -> CacheKey:
         space=json.dumps(options, sort_keys=True),
         budget_seconds=request.budget,
         machine=request.machine,
-        compiler=json.dumps([request.compiler.version, request.compiler.digest, FLAGS]),
+        compiler=request.toolchain,
         verification=request.verify_level,
         device=request.device,
     )
@@ -49,7 +48,8 @@ def fetch(key: CacheKey, request: Request) -> Compiled | None:
         if artifact.program.digest != program.digest:
             raise UserError("it answers another program")
         report = replace(artifact.report, program=program.name, cached=True)
-        return Compiled(replace(artifact, program=program, report=report), entry.artefacts[LIBRARY])
+        answer = replace(artifact, program=program, report=report)
+        return Compiled(answer, entry.artefacts.__getitem__)
     except (UserError, OSError, KeyError) as error:
         logger("app").warning("cache entry %s is not used: %s", key.digest, error)
         return None
@@ -58,10 +58,10 @@ def fetch(key: CacheKey, request: Request) -> Compiled | None:
 def keep(key: CacheKey, artifact: Artifact) -> None:
     """Store an answer; a store that cannot be written is a warning."""
     files = pack(artifact)
-    library = {LIBRARY: files.pop(LIBRARY)}
+    binary = {name: files.pop(name) for name in artifact.files}
     Store.open().put(
         key,
         {name: data.decode() for name, data in files.items()},
-        library,
+        binary,
         name=artifact.program.name,
     )

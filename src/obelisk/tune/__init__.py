@@ -5,7 +5,11 @@
 end the run, and that the numbers follow the protocol of docs/tune.md.
 """
 
+from obelisk.tune.rigs import CPU, Rig, cuda_rig
 from obelisk.tune.tuner import tune
 from obelisk.tune.types import Contender, Measured, Setup, Status, TuneItem, TuneReport
 
-__all__ = ["Contender", "Measured", "Setup", "Status", "TuneItem", "TuneReport", "tune"]
+__all__ = [
+    "CPU", "Contender", "Measured", "Rig", "Setup", "Status", "TuneItem", "TuneReport", "cuda_rig",
+    "tune",
+]  # fmt: skip

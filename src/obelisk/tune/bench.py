@@ -16,6 +16,7 @@ from obelisk.ir.graph import Graph
 from obelisk.tune.inputs import Inputs, TensorSpec, input_specs, output_specs
 from obelisk.tune.judge import Judgement, fill, judge, reference
 from obelisk.tune.regions import Region
+from obelisk.tune.rigs import CPU, Rig
 from obelisk.tune.supervisor import Supervisor
 
 
@@ -25,13 +26,20 @@ class Bench:
     Attributes:
         program, inputs, right: what is computed, on what, and the right answers.
         limit: seconds that one checked call may take.
+        rig: the kind of device.
         child: the worker, started on demand.
     """
 
     def __init__(
-        self, program: Graph, seed: int, threads: int, limit: float, scratch_bytes: int
+        self,
+        program: Graph,
+        seed: int,
+        threads: int,
+        limit: float,
+        scratch_bytes: int,
+        rig: Rig = CPU,
     ) -> None:
-        self.program, self.limit = program, limit
+        self.program, self.limit, self.rig = program, limit, rig
         self._specs_in, self._specs_out = input_specs(program), output_specs(program)
         self._ins = [Region(s.nbytes, i) for i, s in enumerate(self._specs_in)]
         self.outs = [Region(s.nbytes, i) for i, s in enumerate(self._specs_out)]
@@ -43,8 +51,9 @@ class Bench:
             "output_regions": [_place(r) for r in self.outs],
             "scratch_region": _place(self._scratch),
             "threads": threads,
+            "ordinal": rig.ordinal,
         }
-        self.child = Supervisor(hello, tuple(r.spec.fd for r in self._regions()))
+        self.child = Supervisor(hello, tuple(r.spec.fd for r in self._regions()), rig.worker)
         # The sets live in the shared memory itself: no copy, however large the weights are.
         self.inputs = Inputs(program, seed, [r.data for r in self._ins])
         self.right = reference(program, self.inputs)
@@ -73,13 +82,14 @@ class Bench:
         self.inputs.select(which)
 
     def blank(self, turn: int, scratch_bytes: int = 0) -> None:
-        """Fill the outputs with the turn's NaN, the scratch area with garbage, and set all
-        canaries.
+        """Fill the outputs with the turn's NaN, the scratch area with garbage (on a device its
+        worker does), and set all canaries.
         """
         for region, spec in zip(self.outs, self._specs_out, strict=True):
             region.data.reshape(-1, spec.dtype.numpy.itemsize)[:] = fill(spec.dtype, turn)
             region.arm()
-        self._scratch.data[:scratch_bytes] = 0xFF
+        if not self.rig.on_device:
+            self._scratch.data[:scratch_bytes] = 0xFF
         self._scratch.arm(scratch_bytes)
 
     def broken(self, scratch_bytes: int = 0) -> str:

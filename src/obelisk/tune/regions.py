@@ -103,6 +103,16 @@ def attach(spec: RegionSpec, writable: bool) -> np.ndarray:
     return whole[_LEAD : _LEAD + spec.nbytes]
 
 
+def attach_guarded(spec: RegionSpec) -> np.ndarray:
+    """Map a region in the worker with both canaries: `PAGE` bytes, the data, and what is behind it.
+
+    For a worker that calls candidates on other memory (a device's), fills that from here and puts
+    back what it holds afterwards.
+    """
+    mapped = mmap.mmap(spec.fd, spec.total, flags=mmap.MAP_SHARED)
+    return np.frombuffer(mapped, dtype=np.uint8)[PAGE : spec.total - PAGE]
+
+
 def _roomy(nbytes: int) -> str | None:
     """Memory-backed file system if there is one with room to spare; None leaves the choice to
     `tempfile`.

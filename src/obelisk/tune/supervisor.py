@@ -17,16 +17,18 @@ from multiprocessing import Pipe
 from typing import Any
 
 from obelisk.base.errors import InternalError
+from obelisk.base.log import logger
 from obelisk.tune.types import Status
 
 _START_SECONDS = 60.0
+_END_SECONDS = 20.0  # a driver may keep a killed process until its kernels are torn down
 _PROLOGUE = (
     "import os,sys;"
     "[os.environ.__setitem__(v,sys.argv[3]) for v in"
     " ('OMP_NUM_THREADS','OPENBLAS_NUM_THREADS','MKL_NUM_THREADS')];"
     "[os.environ.pop(v,None) for v in ('OPENBLAS_CORETYPE','OPENBLAS_L2_SIZE')];"
-    "from obelisk.tune.worker import main;"
-    "main(int(sys.argv[1]),int(sys.argv[2]),sys.argv[4:])"
+    "from importlib import import_module;"
+    "import_module(sys.argv[4]).main(int(sys.argv[1]),int(sys.argv[2]),sys.argv[5:])"
 )
 
 
@@ -43,13 +45,18 @@ class Fallen(Exception):
 
 class Supervisor:
     """One worker at a time. `hello` is what a fresh worker is told; descriptors in it are
-    inherited.
+    inherited; `worker` is the module whose `main` serves.
 
     `generation` counts the workers, so that callers know what a fresh one must be told again.
     """
 
-    def __init__(self, hello: dict[str, Any], descriptors: tuple[int, ...]) -> None:
-        self._hello, self._descriptors = hello, descriptors
+    def __init__(
+        self,
+        hello: dict[str, Any],
+        descriptors: tuple[int, ...],
+        worker: str = "obelisk.tune.worker",
+    ) -> None:
+        self._hello, self._descriptors, self._worker = hello, descriptors, worker
         self._process: subprocess.Popen[bytes] | None = None
         self.generation = 0
 
@@ -68,7 +75,7 @@ class Supervisor:
         self._pipe = ours
         argv = [sys.executable, "-c", _PROLOGUE, str(theirs.fileno()), str(life_read)]
         self._process = subprocess.Popen(
-            [*argv, str(self._hello["threads"]), *(p for p in sys.path if p)],
+            [*argv, str(self._hello["threads"]), self._worker, *(p for p in sys.path if p)],
             pass_fds=(theirs.fileno(), life_read, *self._descriptors),
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C at the terminal is the tuner's to handle
@@ -130,7 +137,10 @@ class Supervisor:
         if process is None:
             return
         process.kill()
-        process.wait()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger("tune").warning("worker %d was killed and has not ended yet", process.pid)
         self._pipe.close()
         os.close(self._life)
         self._log.close()

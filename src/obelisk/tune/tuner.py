@@ -8,35 +8,33 @@ is ever timed against the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import psutil
 
 from obelisk.base.errors import UserError
 from obelisk.base.log import logger
 from obelisk.base.progress import Progress, Silent
 from obelisk.ir.graph import Graph
-from obelisk.machine.host import host
 from obelisk.tune.bench import Bench
 from obelisk.tune.inputs import input_specs, output_specs
 from obelisk.tune.judge import Judgement
 from obelisk.tune.race import HINT, Runner, leader, race, ratio, significantly_slower
+from obelisk.tune.rigs import CPU, Rig
 from obelisk.tune.stats import interval, quartile_range
 from obelisk.tune.supervisor import Fallen
 from obelisk.tune.types import Contender, Measured, Status, TuneItem, TuneReport, count_line
 
 _CHECK_SHARE = 0.6  # of the budget at most for checking, the rest for the race
-_BATCH_SECONDS = 1e-3  # a sample lasts at least so long: 10^4 times the clock's step
 _SAMPLES = 3
 _LEAST_LIMIT, _LIMIT_OF_OWN = 2.0, 50.0  # a hang is 50 times the program's own time and 2 s
 _PATIENCE_WITH_OWN = 6
-_SETTLE_LIBRARY, _SETTLE_PYTHON = 0.002, 0.03  # OpenBLAS threads spin for about 27 ms after work
-_STREAMED_SHARE = 0.25  # of the last-level cache: inputs larger than this come from memory in use
-_SPAN = 4  # consecutive calls read inputs of this many last-level caches before any comes again
 _COPY_SECONDS = 60.0
+
+
+Grow = Callable[[Sequence["float | None"]], list[TuneItem]]
 
 
 @dataclass(slots=True)
@@ -66,6 +64,8 @@ def tune(
     seed: int = 0,
     progress: Progress | None = None,
     limit_seconds: float = 5.0,
+    rig: Rig = CPU,
+    grow: Grow | None = None,
 ) -> TuneReport:
     """Check all items against the program's float64 meaning, race the right ones, and choose the
     fastest.
@@ -85,6 +85,10 @@ def tune(
             `alive`, `best_us`.
         limit_seconds: a checked call that takes longer counts as a hang; six times as long is
             allowed to item 0, and less to the others once its time is known (docs/tune.md).
+        rig: where the items run: `CPU`, or a CUDA device's.
+        grow: once all items are checked and probed, gets seconds of a call for each (None: not
+            right) and gives further ones, which are checked and join the race; the report lists
+            them behind the others.
 
     Returns the report, also when no item is right, when the budget ends early, and on Ctrl-C.
     Raises `UserError` for a budget or thread count that is not positive, or a contender that no
@@ -96,7 +100,8 @@ def tune(
             f"threads {threads} must all be positive"
         )
     targets = [c.target for c in contenders]
-    run = _Tuning(program, items, contenders, targets, threads, seed, progress or Silent())
+    run = _Tuning(program, items, contenders, targets, threads, seed, progress or Silent(), rig)
+    run.grow = grow
     return run.report(budget_seconds, limit_seconds)
 
 
@@ -115,8 +120,11 @@ class _Tuning:
         threads: int,
         seed: int,
         progress: Progress,
+        rig: Rig,
     ) -> None:
-        self.program, self.items, self.contenders = program, items, contenders
+        self.rig = rig
+        self.grow: Grow | None = None
+        self.program, self.items, self.contenders = program, list(items), contenders
         self.targets, self.threads, self.seed, self.progress = targets, threads, seed, progress
         self.states = [_State(i.name) for i in items] + [_State(c.name) for c in contenders]
         self.copies, self.cache_state, self.scale = 1, "resident", 1.0
@@ -130,7 +138,7 @@ class _Tuning:
         interrupted = False
         try:
             scratch = max((i.scratch_bytes for i in self.items), default=0)
-            with Bench(self.program, self.seed, self.threads, limit, scratch) as bench:
+            with Bench(self.program, self.seed, self.threads, limit, scratch, self.rig) as bench:
                 self.scale = bench.inputs.scale
                 if self.scale < 1:
                     self.notes.append(
@@ -140,6 +148,8 @@ class _Tuning:
                 bench.child.start()
                 begin = time.monotonic()
                 self._check_all(bench, begin + _CHECK_SHARE * budget)
+                if self.grow is not None:
+                    self._extend(bench, begin + budget)
                 self._race(bench, budget - (time.monotonic() - begin))
         except KeyboardInterrupt:
             interrupted = True
@@ -157,8 +167,27 @@ class _Tuning:
 
     # --- checks ---
 
-    def _check_all(self, bench: Bench, deadline: float) -> None:
-        for key, item in enumerate(self.items):
+    def _extend(self, bench: Bench, deadline: float) -> None:
+        """Probe what is right, let the caller add items to it, and check these."""
+        assert self.grow is not None
+        n = len(self.items)
+        self._prepare_race(bench)
+        for key in range(n):
+            if self.states[key].status is Status.OK and time.monotonic() < deadline:
+                self._probe(bench, key)
+        seconds = [
+            s.runner.estimate if s.runner is not None and s.status is Status.OK else None
+            for s in self.states[:n]
+        ]
+        bench.child.stop()  # what comes may harm its process, and the caller may take its time
+        new = self.grow(seconds)
+        self.items += new
+        self.states[n:n] = [_State(i.name) for i in new]
+        share = _CHECK_SHARE * max(0.0, deadline - time.monotonic())
+        self._check_all(bench, time.monotonic() + share, n)
+
+    def _check_all(self, bench: Bench, deadline: float, first: int = 0) -> None:
+        for key, item in enumerate(self.items[first:], first):
             if time.monotonic() > deadline:
                 self.notes.append("the time budget ended before every item was checked")
                 break
@@ -226,9 +255,11 @@ class _Tuning:
         bench.blank(turn, item.scratch_bytes)
         # The report needs the time of the program's own kernels however slow they are.
         limit = bench.limit * (_PATIENCE_WITH_OWN if key == 0 else 1)
-        answer = bench.child.ask(limit, "run", key=key)
+        answer = bench.child.ask(limit, "run", key=key, which=which)
         if answer["code"]:
             raise Fallen(Status.REFUSED, f"it returned {answer['code']}")
+        if text := answer.get("changed"):
+            return Judgement(Status.OVERRUN, text), 0.0
         if text := bench.broken(item.scratch_bytes):
             return Judgement(Status.OVERRUN, text), 0.0
         return bench.judged(which, turn), float(answer["seconds"])
@@ -253,8 +284,7 @@ class _Tuning:
 
     def _race(self, bench: Bench, budget: float) -> None:
         """Race everyone who is right, in one fresh worker that no bad candidate has touched."""
-        self._choose_copies()
-        bench.child.stop()
+        self._prepare_race(bench)
         n = len(self.items)
         for key in range(n, len(self.states)):
             self._admit(bench, key)
@@ -279,16 +309,16 @@ class _Tuning:
             if self.states[runner.key].status is Status.OK:
                 self._recheck(bench, runner.key)
 
+    def _prepare_race(self, bench: Bench) -> None:
+        """Choose the copies of the inputs, and see that the next worker is a fresh one."""
+        if self.copies == 1:
+            self._choose_copies()
+        bench.child.stop()
+
     def _choose_copies(self) -> None:
         """Decide which cache state is measured, by inputs and last-level cache."""
         size = sum(s.nbytes for s in input_specs(self.program))
-        cache = max((c.size for c in host().caches), default=0)
-        if size <= _STREAMED_SHARE * cache:
-            return
-        self.cache_state = "streamed"
-        room = int(psutil.virtual_memory().available // 4 // size)
-        wanted = -(-_SPAN * cache // size)
-        self.copies = max(1, min(wanted, room))
+        self.cache_state, self.copies, wanted = self.rig.copies(size)
         if self.copies < wanted:
             self.notes.append("memory is short of copies of the inputs: parts may stay in cache")
 
@@ -365,32 +395,31 @@ class _Tuning:
         runner = Runner(key, key == 0 or key >= n, key < n, estimate=0.0)
         got = self._timed(bench, runner, 3, 1, 4 * limit)
         if got is not None:
-            runner.estimate = min(got)
+            runner.estimate = min(got[0])
             self.states[key].runner = runner
 
     def _turn(self, bench: Bench, runner: Runner) -> tuple[list[float], int] | None:
         each = max(runner.estimate, 1e-8)
-        repeats = min(max(1, round(_BATCH_SECONDS / each)), 2000)
-        samples = _SAMPLES if repeats * each < 20 * _BATCH_SECONDS else 1
-        limit = bench.limit + 20 * each * repeats * samples
-        got = self._timed(bench, runner, samples, repeats, limit)
-        return None if got is None else (got, samples * repeats)
+        repeats = min(max(1, round(self.rig.batch / each)), 2000)
+        samples = _SAMPLES if repeats * each < 20 * self.rig.batch else 1
+        limit = bench.limit + 20 * each * max(repeats, self.copies) * samples
+        return self._timed(bench, runner, samples, repeats, limit)
 
     def _timed(
         self, bench: Bench, runner: Runner, samples: int, repeats: int, limit: float
-    ) -> list[float] | None:
-        """Ask for timed calls; a runner that fails is marked and gives None."""
+    ) -> tuple[list[float], int] | None:
+        """Samples and how many calls they took; a runner that fails is marked and gives None."""
         python = runner.key >= len(self.items)
         try:
             self._equip(bench, runner.key)
-            settle = _SETTLE_PYTHON if self.after_python else _SETTLE_LIBRARY
+            rest = self.rig.settle_python if self.after_python else self.rig.settle_library
             answer = bench.child.ask(
-                limit, "turn", key=runner.key, samples=samples, repeats=repeats, settle=settle
+                limit, "turn", key=runner.key, samples=samples, repeats=repeats, settle=rest
             )
             self.after_python = python
             if answer["code"]:
                 raise Fallen(Status.REFUSED, f"it returned {answer['code']} while being timed")
-            return [float(x) for x in answer["seconds"]]
+            return [float(x) for x in answer["seconds"]], int(answer["calls"])
         except Fallen as e:
             self.states[runner.key].fell(e.status, f"while being timed: {e.detail}")
             runner.out = e.status.value

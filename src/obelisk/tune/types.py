@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from obelisk.base.errors import UserError
 from obelisk.ir.graph import Graph
 
@@ -58,12 +56,13 @@ class Setup:
     """What a baseline's factory gets in the worker.
 
     Attributes:
-        copies: the program's inputs, in as many copies as the protocol rotates through.
+        copies: the program's inputs, in as many copies as the protocol rotates through: numpy
+            arrays, or on a CUDA device `gpu_worker.DeviceArray`s.
         threads: how many threads it may use.
         payload: the contender's own JSON value.
     """
 
-    copies: Sequence[Sequence[np.ndarray]]
+    copies: Sequence[Sequence[Any]]
     threads: int
     payload: Any
 

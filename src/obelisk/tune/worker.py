@@ -43,6 +43,14 @@ def pointers(arrays: Sequence[np.ndarray]) -> Any:
     return (ctypes.c_void_p * max(len(arrays), 1))(*(a.ctypes.data for a in arrays))
 
 
+def specs_of(plain: Sequence[dict[str, Any]]) -> list[TensorSpec]:
+    """Specs from their JSON form."""
+    return [
+        TensorSpec(tuple(s["shape"]), parse_dtype(s["dtype"]), s["strides"] and tuple(s["strides"]))
+        for s in plain
+    ]
+
+
 class Worker:
     """State of the child.
 
@@ -50,15 +58,7 @@ class Worker:
     """
 
     def __init__(self, hello: dict[str, Any]) -> None:
-        def specs(key: str) -> list[TensorSpec]:
-            return [
-                TensorSpec(
-                    tuple(s["shape"]), parse_dtype(s["dtype"]), s["strides"] and tuple(s["strides"])
-                )
-                for s in hello[key]
-            ]
-
-        self.inputs, self.outputs = specs("inputs"), specs("outputs")
+        self.inputs, self.outputs = specs_of(hello["inputs"]), specs_of(hello["outputs"])
         self.threads = int(hello["threads"])
         self.shared_in = [attach(RegionSpec(*r), False) for r in hello["input_regions"]]
         self.shared_out = [attach(RegionSpec(*r), True) for r in hello["output_regions"]]
@@ -71,6 +71,11 @@ class Worker:
         self.turnstile = 0  # the copy the next timed call reads, whoever makes it
         self.keep: list[Any] = []
 
+    def answer(self, do: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one command; raises `Refused` for what a candidate or baseline says."""
+        found: dict[str, Any] = getattr(self, "do_" + do)(**arguments)
+        return found
+
     def do_load(self, key: int, path: str) -> dict[str, Any]:
         """Load a library."""
         try:
@@ -82,8 +87,8 @@ class Worker:
         self.libraries[key] = run
         return {}
 
-    def do_run(self, key: int) -> dict[str, Any]:
-        """One checked call of a library on the shared regions."""
+    def do_run(self, key: int, which: int) -> dict[str, Any]:
+        """One checked call of a library on the shared regions, which hold input set `which`."""
         ins, outs = pointers(self.shared_in), pointers(self.shared_out)
         start = time.perf_counter_ns()
         code = self.libraries[key](ins, outs, self.shared_scratch.ctypes.data, self.threads)
@@ -150,7 +155,8 @@ class Worker:
             raise Refused(f"{type(e).__name__}: {e}") from e
         finally:
             gc.enable()
-        return {"seconds": out, "code": result if key in self.libraries else 0}
+        code = result if key in self.libraries else 0
+        return {"seconds": out, "code": code, "calls": samples * repeats}
 
     def do_show(self, key: int, copy: int) -> dict[str, Any]:
         """One call on a given copy, its outputs put into the shared regions for the parent to
@@ -167,20 +173,26 @@ class Worker:
                 shared[:] = own
             return {"code": code}
         try:
-            result = self.baselines[key][copy]()
-            arrays = list(result) if isinstance(result, list | tuple) else [result]
-            if len(arrays) != len(self.outputs):
-                raise Refused(f"gave {len(arrays)} outputs, expected {len(self.outputs)}")
-            for i, (spec, array) in enumerate(zip(self.outputs, arrays, strict=True)):
-                value = _as_numpy(array, spec)
-                if value.shape != spec.shape:
-                    raise Refused(f"output {i} has shape {value.shape}, expected {spec.shape}")
-                spec.view(self.shared_out[i])[...] = value.astype(spec.dtype.numpy)
+            put_results(self.baselines[key][copy](), self.outputs, self.shared_out)
         except Refused:
             raise
         except Exception as e:  # foreign code again
             raise Refused(f"{type(e).__name__}: {e}") from e
         return {"code": 0}
+
+
+def put_results(result: Any, specs: Sequence[TensorSpec], regions: Sequence[np.ndarray]) -> None:
+    """What a baseline returned, into the regions of the outputs; raises `Refused` for another
+    number of them, or another shape.
+    """
+    arrays = list(result) if isinstance(result, list | tuple) else [result]
+    if len(arrays) != len(specs):
+        raise Refused(f"gave {len(arrays)} outputs, expected {len(specs)}")
+    for i, (spec, array) in enumerate(zip(specs, arrays, strict=True)):
+        value = _as_numpy(array, spec)
+        if value.shape != spec.shape:
+            raise Refused(f"output {i} has shape {value.shape}, expected {spec.shape}")
+        spec.view(regions[i])[...] = value.astype(spec.dtype.numpy)
 
 
 def _as_numpy(array: Any, spec: TensorSpec) -> np.ndarray:
@@ -210,24 +222,30 @@ def _follow_parent(lifeline: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(channel: int, lifeline: int, paths: Sequence[str]) -> None:
-    """Serve commands until the pipe closes.
+def serve(
+    make: Callable[[dict[str, Any]], Any], channel: int, lifeline: int, paths: Sequence[str]
+) -> None:
+    """Serve commands until the pipe closes. `make` gets what the tuner says first.
 
     `paths` are added to the import path, for the baselines' modules.
     """
     _follow_parent(lifeline)
     sys.path.extend(p for p in paths if p not in sys.path)
     pipe: Connection[bytes, bytes] = Connection(channel)
-    worker = Worker(loads(pipe.recv_bytes()))
+    worker = make(loads(pipe.recv_bytes()))
     pipe.send_bytes(b"{}")
     while True:
         try:
             command = loads(pipe.recv_bytes())
         except EOFError:
             return
-        action = getattr(worker, "do_" + command.pop("do"))
         try:
-            answer = action(**command)
+            answer = worker.answer(command.pop("do"), command)
         except Refused as e:
             answer = {"refused": str(e)}
         pipe.send_bytes(dumps(answer).encode())
+
+
+def main(channel: int, lifeline: int, paths: Sequence[str]) -> None:
+    """Serve a worker for this machine's cores."""
+    serve(Worker, channel, lifeline, paths)

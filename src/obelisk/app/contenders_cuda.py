@@ -1,0 +1,173 @@
+"""What Obelisk is compared with on a CUDA device: torch in its ways, and kernel libraries.
+
+Gives the `Contender`s of a program for `tune`, whose worker calls the factories below with tensors
+in device memory and records their calls in a CUDA graph. A named program runs in torch's own idiom
+(`programs.py`), another one operator by operator (`translate.py`). It promises that what is not
+installed, or does not apply, is said so, never silently left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from obelisk.app.calls import TORCH_NAMES
+from obelisk.app.programs import PROGRAMS, Program, program_of
+from obelisk.app.translate import as_torch
+from obelisk.ir import Graph, Op
+from obelisk.ir.jsonform import from_json, to_json
+from obelisk.tune import Contender, Setup
+
+Call = Callable[[], Any]
+COMPILE_LIMIT = 180.0  # seconds for torch.compile to compile, and to tune, a program
+
+EAGER, COMPILED, TUNED = "torch", "torch.compile", "torch.compile max-autotune"
+SDPA = {
+    "sdpa flash": "FLASH_ATTENTION",
+    "sdpa cudnn": "CUDNN_ATTENTION",
+    "sdpa efficient": "EFFICIENT_ATTENTION",
+    "sdpa math": "MATH",
+}
+COMPILED_SDPA = {"compiled sdpa flash": "sdpa flash", "compiled sdpa efficient": "sdpa efficient"}
+LIBRARIES = {"flashinfer": "flashinfer", "liger": "liger_kernel", "quack": "quack"}
+QUICK = (EAGER,)  # what `optimize` compares with; the rest is for `bench`
+RIVALS = (EAGER, COMPILED, TUNED, *SDPA, *COMPILED_SDPA, *LIBRARIES)
+_PLAIN = ("gqa", "mha", "mqa")  # attentions that one call of a library is
+_NORMS = ("rmsnorm", "qknorm")
+
+
+def contenders(
+    graph: Graph, names: Sequence[str], start_seconds: float
+) -> tuple[list[Contender], dict[str, str]]:
+    """The contenders called `names` for a program, and for those that cannot be: why.
+
+    `start_seconds` limits how long one may take to start; those that compile have `COMPILE_LIMIT`.
+    """
+    program = program_of(graph)
+    plain = all(n.op is not Op.BLOCK for n in graph.nodes)
+    absent: dict[str, str] = {}
+    found: list[Contender] = []
+    for name in names:
+        if importlib.util.find_spec("torch") is None:
+            absent[name] = "torch is not installed (pip install obelisk[torch])"
+        elif not plain:
+            absent[name] = "the program has graph-defined kernels"
+        elif why := _not_for(name, program):
+            absent[name] = why
+        else:
+            payload = {"program": program.name if program else to_json(graph), "name": name}
+            slow = "compile" in name
+            limit = COMPILE_LIMIT if slow else max(start_seconds, 20.0)
+            found.append(Contender(name, torch_calls, payload, limit))
+    return found, absent
+
+
+def _not_for(name: str, program: Program | None) -> str:
+    """Why a contender does not apply to a program; empty when it does."""
+    if name in (EAGER, COMPILED, TUNED):
+        return ""
+    if name in SDPA or name in COMPILED_SDPA:
+        if program is None or program.sdpa is None:
+            return "not an attention that the call covers"
+        if name in COMPILED_SDPA and program.name in _PLAIN:
+            return "nothing beside the call to compile"
+        return ""
+    if name in LIBRARIES:
+        if importlib.util.find_spec(LIBRARIES[name]) is None:
+            return "not installed"
+        served = _PLAIN if name == "flashinfer" else _NORMS
+        if program is None or program.name not in served:
+            return "no call for this program"
+        return ""
+    return f"not known: the contenders are {', '.join(RIVALS)}"
+
+
+def torch_calls(setup: Setup) -> list[Call]:
+    """One call per copy of the inputs, in the way that `payload["name"]` says."""
+    import torch  # only the worker that times it needs it
+
+    name, source = setup.payload["name"], setup.payload["program"]
+    program = PROGRAMS[source] if isinstance(source, str) else None
+    sets = [[_tensor(torch, array) for array in arrays] for arrays in setup.copies]
+    with torch.device("cuda"):  # constants of a translated program lie there, too
+        call = _idiom(torch, name, program, source)
+    if name in SDPA or name in COMPILED_SDPA:
+        sets = [_keys_first(program, tensors) for tensors in sets]
+    if name in (COMPILED, TUNED) or name in COMPILED_SDPA:
+        mode = "max-autotune-no-cudagraphs" if name == TUNED else None
+        call = torch.compile(call, dynamic=False, mode=mode)
+    kind = SDPA.get(COMPILED_SDPA.get(name, name))
+
+    def run(tensors: Sequence[Any]) -> Any:
+        with torch.inference_mode():
+            if kind is None:
+                return call(*tensors)
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            with sdpa_kernel(getattr(SDPBackend, kind)):
+                return call(*tensors)
+
+    return [partial(run, tensors) for tensors in sets]
+
+
+def _idiom(torch: Any, name: str, program: Program | None, source: Any) -> Callable[..., Any]:
+    """The program as a function of tensors."""
+    if program is None:
+        return as_torch(from_json(source), torch)
+    if name in LIBRARIES:
+        return _library(torch, name, program)
+    if program.sdpa is not None and (name in SDPA or name in COMPILED_SDPA):
+        return partial(program.sdpa, torch)
+    return partial(program.torch, torch)
+
+
+def _keys_first(program: Program | None, tensors: list[Any]) -> list[Any]:
+    """K laid out as the call wants it, at no charge: the named programs hold it transposed."""
+    if program is None or not program.name.startswith((*_PLAIN, "qknorm")):
+        return tensors
+    if program.shapes["k"][1] > program.shapes["k"][2]:  # (heads, keys, dim) already
+        return tensors
+    q, k, v = tensors
+    return [q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v]
+
+
+def _library(torch: Any, name: str, program: Program) -> Callable[..., Any]:
+    """The program through a kernel library: its attention, or its norm with torch's product."""
+    if name == "flashinfer":
+        flashinfer = import_module("flashinfer")
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            heads = (q.transpose(0, 1), k.permute(2, 0, 1), v.transpose(0, 1))
+            rows, keys, values = (x.contiguous() for x in heads)
+            got = flashinfer.single_prefill_with_kv_cache(rows, keys, values, sm_scale=1.0)
+            return got.transpose(0, 1)
+
+        return attend
+    if name == "liger":
+        liger = import_module("liger_kernel.transformers.functional")
+
+        def norm(x: Any) -> Any:
+            return liger.liger_rms_norm(
+                x, torch.ones(x.shape[-1], dtype=x.dtype, device=x.device), 0.0
+            )
+    else:
+        quack = import_module("quack")
+
+        def norm(x: Any) -> Any:
+            return quack.rmsnorm(x, torch.ones(x.shape[-1], dtype=torch.float32, device=x.device))
+
+    if program.name == "rmsnorm":
+        return lambda x, w: norm(x) @ w
+    return lambda q, k, v: PROGRAMS["gqa"].torch(torch, norm(q), k, norm(v))
+
+
+def _tensor(torch: Any, array: Any) -> Any:
+    """A tensor on a worker's device memory, without a copy."""
+    spec = array.spec
+    flat = torch.as_tensor(array, device="cuda").view(getattr(torch, TORCH_NAMES[spec.dtype]))
+    if spec.strides is None:
+        return flat.reshape(spec.shape)
+    return flat.as_strided(spec.shape, spec.strides)

@@ -1,0 +1,69 @@
+"""The same structure at neighbouring sizes: what a device ranks better than a cost model does.
+
+Takes a graph whose kernels have grids and loops, and a machine; gives the graph at grids and loop
+counts halved, doubled and quartered, where these fit the machine. It promises that each is the same
+structure (a kernel that combines another's parts follows it), and the cheapest predicted first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from obelisk.base.errors import UserError
+from obelisk.ir import Graph
+from obelisk.ir.resize import blocks_of, resize
+from obelisk.machine import Machine, capacity, estimate
+
+FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
+LEAST_FILL, MOST_FILL = 0.4, 5.0  # blocks of the first kernel, in multiples of the cores
+MOST = 24  # siblings of one graph
+
+
+def shared_axes(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """How many leading grid axes a kernel and its combining kernel cut alike."""
+    n = 0
+    while n < min(len(first), len(second)) and first[n] == second[n]:
+        n += 1
+    return n
+
+
+def neighbours(graph: Graph, machine: Machine, most: int = MOST) -> list[Graph]:
+    """Siblings of a graph, at most `most`, the cheapest by the cost model first.
+
+    The graph itself is not among them.
+    """
+    seen = {graph.digest}
+    found: list[tuple[float, str, Graph]] = []
+    for other in _resized(graph, machine):
+        if other.digest in seen:
+            continue
+        seen.add(other.digest)
+        if all(capacity(b, machine) is None for b in blocks_of(other)):
+            found.append((estimate(other, machine).seconds, other.digest, other))
+    return [g for _, _, g in sorted(found, key=lambda f: f[:2])[:most]]
+
+
+def _resized(graph: Graph, machine: Machine) -> Iterator[Graph]:
+    blocks = blocks_of(graph)
+    if not blocks:
+        return
+    shapes = [x.shape for x in graph.inputs]
+    first = blocks[0]
+    for factors in itertools.product(FACTORS, repeat=len(first.grid)):
+        grid = tuple(max(1, round(n * f)) for n, f in zip(first.grid, factors, strict=True))
+        total = 1
+        for n in grid:
+            total *= n
+        if not LEAST_FILL * machine.cores <= total <= MOST_FILL * machine.cores:
+            continue
+        grids = {first: grid}
+        for other in blocks[1:]:
+            n = shared_axes(first.grid, other.grid)
+            grids[other] = (*grid[:n], *other.grid[n:])
+        for factor in FACTORS if first.loop > 1 else (1.0,):
+            loops = {first: max(2, round(first.loop * factor))} if first.loop > 1 else {}
+            try:
+                yield resize(graph, shapes, grids=grids, loops=loops)
+            except UserError:  # sizes that leave gaps or do not divide
+                continue
