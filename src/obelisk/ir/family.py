@@ -122,6 +122,10 @@ class FamilyGraph:
         """The graph of one size; raises `ShapeError` naming dim, size and range outside it."""
         return _at(self.template, self.dim, self.dim.check(size, "family graph"))
 
+    def beyond(self, size: int) -> Graph:
+        """The graph at a size that the range need not hold, to reason with, not to run."""
+        return _at(self.template, self.dim, size)
+
     @property
     def extents(self) -> dict[tuple[int, int], Linear]:
         """(input, axis) of every input dim that varies, with its extent as a function of the

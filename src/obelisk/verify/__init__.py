@@ -4,15 +4,20 @@ Three judges: finite fields at small sizes, float64 and the graphs' own dtypes, 
 equality saturation. Nothing here is shared with the search that makes the candidates.
 """
 
+from obelisk.verify.family import Case, FamilyVerdict, form_of, verify_family
 from obelisk.verify.judge import Verifier, verify, verify_many
 from obelisk.verify.verdict import JudgeResult, Verdict, VerdictKind, refuted_malformed
 
 __all__ = [
+    "Case",
+    "FamilyVerdict",
     "JudgeResult",
     "Verdict",
     "VerdictKind",
     "Verifier",
+    "form_of",
     "refuted_malformed",
     "verify",
+    "verify_family",
     "verify_many",
 ]
