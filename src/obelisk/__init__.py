@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from obelisk.app.compiled import Compiled, load
-    from obelisk.app.family import Family, jit
+    from obelisk.app.family import Family, family, jit
     from obelisk.app.loading import load_program
     from obelisk.app.pipeline import optimize
     from obelisk.app.report import Report
+    from obelisk.app.sized import CompiledFamily, optimize_family
     from obelisk.base.errors import (
         BuildFailed,
         CallError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         random_inputs,
         run,
     )
+    from obelisk.ir.family import Dim, FamilyGraph
     from obelisk.verify import Verdict, VerdictKind
 
     f64, f32, f16, bf16, f8e4m3 = DType.F64, DType.F32, DType.F16, DType.BF16, DType.F8E4M3
@@ -54,10 +56,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "obelisk.app.compiled": ("Compiled", "load"),
-    "obelisk.app.family": ("Family", "jit"),
+    "obelisk.app.family": ("Family", "family", "jit"),
     "obelisk.app.loading": ("load_program",),
     "obelisk.app.pipeline": ("optimize",),
     "obelisk.app.report": ("Report",),
+    "obelisk.app.sized": ("CompiledFamily", "optimize_family"),
     "obelisk.base.errors": (
         "BuildFailed", "CallError", "DTypeError", "Infeasible", "InternalError", "MalformedGraph",
         "MissingDependency", "ObeliskError", "ParseError", "ShapeError", "UnknownName", "UserError",
@@ -66,6 +69,7 @@ _HOMES = {
         "BlockBuilder", "DType", "Graph", "KernelGraph", "Node", "Precision", "random_inputs",
         "run",
     ),
+    "obelisk.ir.family": ("Dim", "FamilyGraph"),
     "obelisk.verify": ("Verdict", "VerdictKind"),
 }  # fmt: skip
 _DTYPES = {
@@ -79,9 +83,12 @@ __all__ = [
     "BuildFailed",
     "CallError",
     "Compiled",
+    "CompiledFamily",
     "DType",
     "DTypeError",
+    "Dim",
     "Family",
+    "FamilyGraph",
     "Graph",
     "Infeasible",
     "InternalError",
@@ -104,6 +111,7 @@ __all__ = [
     "f16",
     "f32",
     "f64",
+    "family",
     "i4",
     "i8",
     "i32",
@@ -111,6 +119,7 @@ __all__ = [
     "load",
     "load_program",
     "optimize",
+    "optimize_family",
     "random_inputs",
     "run",
 ]  # fmt: skip

@@ -19,18 +19,20 @@ from obelisk.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
-    "BlockBuilder", "BuildFailed", "CallError", "Compiled", "DType", "DTypeError", "Family",
-    "Graph", "Infeasible", "InternalError", "KernelGraph", "MalformedGraph", "MissingDependency",
-    "Node", "ObeliskError", "ParseError", "Precision", "Report", "ShapeError", "UnknownName",
-    "UserError", "Verdict", "VerdictKind", "bf16", "bool_", "f16", "f32", "f64", "f8e4m3", "i32",
-    "i4", "i8", "jit", "load", "load_program", "optimize", "random_inputs", "run",
+    "BlockBuilder", "BuildFailed", "CallError", "Compiled", "CompiledFamily", "DType",
+    "DTypeError", "Dim", "Family", "FamilyGraph", "Graph", "Infeasible", "InternalError",
+    "KernelGraph", "MalformedGraph", "MissingDependency", "Node", "ObeliskError", "ParseError",
+    "Precision", "Report", "ShapeError", "UnknownName", "UserError", "Verdict", "VerdictKind",
+    "bf16", "bool_", "f16", "f32", "f64", "f8e4m3", "family", "i32", "i4", "i8", "jit", "load",
+    "load_program", "optimize", "optimize_family", "random_inputs", "run",
 }  # fmt: skip
 METHODS = {
     "Compiled": {
         "baselines", "candidates", "graph", "html", "program", "report", "save", "source",
         "verdict",
     },
-    "Family": {"graph", "prepare"},
+    "CompiledFamily": {"at", "kernel", "report", "source", "verdict"},
+    "Family": {"graph", "prepare", "prepare_family"},
     "Report": {"chosen", "from_cache", "from_json", "op_by_op_us", "sentence", "to_json"},
     "KernelGraph": {
         "abs", "add", "attention", "broadcast", "cast", "clamp", "concat", "const", "div", "erf",
@@ -45,7 +47,8 @@ ARGUMENTS = {
         "program", "device", "budget", "seed", "cache", "verify_level", "baselines", "threads",
         "progress",
     ],
-    "jit": ["builder", "options"],
+    "jit": ["builder", "dims", "options"],
+    "optimize_family": ["family", "size", "budget", "seed", "cache", "threads", "progress"],
     "load": ["path"],
     "load_program": ["spec", "batch", "dtype", "like"],
 }  # fmt: skip

@@ -319,7 +319,7 @@ def parse_family(text: str) -> FamilyGraph:
     if found is None:
         raise ParseError("not a family: expected a first line 'dim NAME = LOW..HIGH'")
     dim = Dim(found[1], int(found[2]), int(found[3]))
-    body = text[found.end() :]
+    body = "\n" * text.count("\n", 0, found.end()) + text[found.end() :]  # for line numbers
     if not _SYMBOL.search(body):
         raise ParseError(f"the graph does not use ${dim.name}")
     return trace(lambda n: parse(_substitute(body, dim.name, n)), dim)
