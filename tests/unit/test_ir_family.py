@@ -146,7 +146,7 @@ def test_graphs_that_differ_in_more_than_extents_are_no_family() -> None:
         g.output(g.mul(g.sum(x, 0), 1 / n))
         return g.freeze()
 
-    with pytest.raises(MalformedGraph, match="at batch .* differ|other operators"):
+    with pytest.raises(MalformedGraph, match=r"at batch .* differ|other operators"):
         trace(other, BATCH)
     with pytest.raises(MalformedGraph, match=r"size\(\) or mean\(\)"):
         trace(scaled, BATCH)

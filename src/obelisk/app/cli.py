@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from obelisk.app import bench as benching
-from obelisk.app import search_bench
+from obelisk.app import cli_family, search_bench
 from obelisk.app.account import OP_BY_OP
 from obelisk.app.cli_mega import register as register_mega
 from obelisk.app.cli_search import MemoryOpt, WorkersOpt, run_search
@@ -129,8 +129,26 @@ def optimize_command(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Neither ask nor tell the cache.")
     ] = False,
+    family: Annotated[
+        str | None,
+        typer.Option(
+            "--family",
+            metavar="DIM=LOW..HIGH",
+            help="One search and one proof for a range: batch=1..64, or INPUT.AXIS=1..4096.",
+        ),
+    ] = None,
 ) -> None:
     """Find the fastest kernels for a program, prove them right, and measure them."""
+    symbolic = cli_family.asked(program, family, batch, dtype, device, report, save)
+    if symbolic is not None:
+        cli_family.run_family(
+            symbolic,
+            budget=budget,
+            seed=seed,
+            cache=not no_cache,
+            write=lambda data: _write_json(json_file, data),
+        )
+        return
     graph = load_program(program, batch, dtype)
     with Display() as progress:
         best = optimize(
