@@ -127,7 +127,7 @@ def run_family(
     heads = (family.dim.name, "runs", "kernels", "predicted", "chosen in")
     console.print(rows_table(heads, rows, left=2))
     for k, s in enumerate(report["structures"]):
-        line = f"structure {k}: {s['note']}: {s['verdict']} {s['bound']}"
+        line = f"structure {k}: {s['note']}: {s['verdict']}: {s['bound']}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for line in report["fallen"]:
         console.print(f"left out: {line}", highlight=False, markup=False, soft_wrap=True)

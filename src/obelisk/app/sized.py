@@ -43,6 +43,7 @@ from obelisk.verify import Case, FamilyVerdict, Verdict, VerdictKind, Verifier, 
 SCHEMA = 1
 EVERY_SIZE = 512  # ranges up to this are looked at size by size
 PLANS = 3  # structures kept: which is best may change along the range
+JUDGED = 6  # structures that get a verdict; what is only tested is kept where none is proved
 SEARCH_SHARE = 0.5  # of the time limit
 ITSELF = Verdict(VerdictKind.PROVED, "it is the program itself", 0.0, None)
 
@@ -350,24 +351,30 @@ def _search(
     sizes = range(family.dim.low, family.dim.high + 1)
     looked = tuple(sizes) if family.dim.span <= EVERY_SIZE else probes(family.dim)
     plans = [(c.plan, c.note) for c in found.candidates[1:] if c.plan is not None]
-    structures: list[Structure] = []
+    proved: list[Structure] = []
+    tested: list[Structure] = []
     fallen: list[str] = []
     judged = 0
     for k in _useful(plans, family, machine):
-        left = budget - (time.monotonic() - began)
-        if len(structures) == PLANS or (left < 0 and structures):
+        late = time.monotonic() - began > budget
+        if len(proved) == PLANS or judged == JUDGED or (late and judged):
             break
-        progress.update("verify", {"judged": judged, "accepted": len(structures)})
+        progress.update("verify", {"judged": judged, "accepted": len(proved) + len(tested)})
         cases = _cases(plans[k][0], family, looked, machine)
         if not cases:
             fallen.append(f"{plans[k][1]}: has no form at any size of {family.dim}")
             continue
         judged += 1
         verdict = verify_family(family.dim, family.extents, cases, seed=seed)
-        if verdict.verdict.accepted:
-            structures.append(Structure(plans[k][0], plans[k][1], verdict))
+        structure = Structure(plans[k][0], plans[k][1], verdict)
+        if not verdict.verdict.accepted:
+            said = verdict.verdict
+            fallen.append(f"{structure.note}: {said.kind.value} {said.bound}: {said.witness or ''}")
+        elif verdict.verdict.kind is VerdictKind.PROVED:
+            proved.append(structure)
         else:
-            fallen.append(f"{plans[k][1]}: {verdict.verdict.kind.value}: {verdict.verdict.bound}")
+            tested.append(structure)
+    structures = proved or tested[:PLANS]
     stats = found.stats
     account = {
         "searched_at": at,

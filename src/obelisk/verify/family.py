@@ -158,4 +158,4 @@ def _bound(
             )
         return f"{claim}; fields and floats at {dim.name} {sizes}"
     rest = f"; {sum(proved)} of {len(cases)} sizes looked at are proved" if proved else ""
-    return f"tested at {dim.name} {sizes} by fields and floats{rest}"
+    return f"fields and floats at {dim.name} {sizes}{rest}"
