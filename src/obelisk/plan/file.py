@@ -1,8 +1,8 @@
 """The plan file: everything a megakernel needs to run, and to be understood, in one archive.
 
-`write_plan` and `read_plan` store a `Plan` as a zip archive of `plan.json`, `kernel.c` and
-`kernel.so`; any tool can open it and nothing in it needs a compiler. Equal plans give equal bytes.
-The format has a version, and digests of its parts; docs/plan-format.md describes every field.
+`write_plan` and `read_plan` store a `Plan` as a zip archive of `plan.json`, the source and the
+binary (`MEMBERS`); any tool can open it and nothing in it needs a compiler. Equal plans give equal
+bytes. The format has a version, and digests of its parts; docs/plan-format.md has every field.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from obelisk.plan.layout import CacheLayout, WeightLayout
 
 FORMAT = "obelisk-plan"
 VERSION = 2
+MEMBERS = {  # source and binary, by target
+    "cpu": ("kernel.c", "kernel.so"),
+    "cuda": ("kernel.cu", "kernel.cubin"),
+}
 _DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError, ValueError, OSError, EOFError, RuntimeError)
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -42,9 +46,9 @@ class Plan:
     """A plan.
 
     Attributes:
-        target: "cpu".
-        host: the processor it was compiled for.
-        cores: threads, one a core.
+        target: "cpu" or "cuda".
+        host: the processor it was compiled for (a GPU: system "CUDA", machine the architecture).
+        cores: threads, one a core; thread blocks, one an SM.
         model: the model's configuration, as `tasks` writes it.
         model_digest: digest of the configuration.
         weights_path: the directory that the weights were in.
@@ -59,7 +63,7 @@ class Plan:
         eos: token ids that end a sequence.
         tolerance: largest error found against the float64 meaning, relative to the largest logit.
         measured: what was timed when the plan was made (may be empty).
-        source: C; binary: the shared library.
+        source: C or CUDA C++; binary: the shared library or the cubin.
     """
 
     target: str
@@ -134,8 +138,8 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     target = Path(path)
     work = target.with_name(f".{target.name}.{os.getpid()}")
     text = json.dumps(plan.manifest(), indent=1, sort_keys=True) + "\n"
-    parts = (("plan.json", text.encode()), ("kernel.c", plan.source.encode()),
-             ("kernel.so", plan.binary))  # fmt: skip
+    code, built = MEMBERS[plan.target]
+    parts = (("plan.json", text.encode()), (code, plan.source.encode()), (built, plan.binary))
     try:
         with zipfile.ZipFile(work, "w") as archive:
             for name, data in parts:
@@ -159,7 +163,9 @@ def read_plan(path: str | Path) -> Plan:
     try:
         with zipfile.ZipFile(target) as archive:
             data = json.loads(archive.read("plan.json"))
-            source, binary = archive.read("kernel.c").decode(), archive.read("kernel.so")
+            target_name = data.get("target", "cpu") if isinstance(data, dict) else "cpu"
+            code, built = MEMBERS.get(target_name, MEMBERS["cpu"])
+            source, binary = archive.read(code).decode(), archive.read(built)
     except _DAMAGE as error:
         raise ParseError(f"{path} is no plan, or a damaged one: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:

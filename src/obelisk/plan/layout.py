@@ -149,7 +149,7 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The key-value cache: two dense fp32 tensors, keys then values.
+    """The key-value cache: two dense tensors of `format` (fp32, bf16 or fp16), keys then values.
 
     Each is (layers, slots, kv_heads, context, head_dim), row-major; keys are stored after their
     norm and rotary embedding. A prefill outside the kernel may write positions in place.
@@ -160,6 +160,7 @@ class CacheLayout:
     kv_heads: int
     context: int
     head_dim: int
+    format: str = "fp32"
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -169,7 +170,8 @@ class CacheLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values together."""
-        return 8 * self.layers * self.slots * self.kv_heads * self.context * self.head_dim
+        elements = self.layers * self.slots * self.kv_heads * self.context * self.head_dim
+        return 2 * elements * BITS[self.format] // 8
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object of the fields."""
