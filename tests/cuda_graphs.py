@@ -93,15 +93,45 @@ def norm_matmul(rows: int, depth: int, columns: int, *, parts: int, split: int, 
     return make_graph((x, w), c.launch(), name="norm_matmul")
 
 
-def gated(rows: int, depth: int, columns: int, *, parts: int, loop: int) -> Graph:
-    """silu(x a) * (x b) in one kernel with two accumulators."""
+def gated(rows: int, depth: int, columns: int, *, parts: int, loop: int, split: int = 1) -> Graph:
+    """silu(x a) * (x b) with two accumulators, the depth split over blocks and combined by a second
+    kernel (`split` 1: one kernel).
+    """
     x = input_node(0, (rows, depth), DType.F16)
     a, c = (input_node(i, (depth, columns), DType.F16) for i in (1, 2))
-    b = BlockBuilder((parts,), loop)
-    tx = b.load(x, (None,), 1)
-    u, v = (build.accum_sum(build.matmul(tx, b.load(w, (1,), 0))) for w in (a, c))
-    b.store(build.mul(build.mul(u, build.sigmoid(u)), v), (1,), dtype=DType.F16)
-    return make_graph((x, a, c), b.launch(), name="gated")
+    b = BlockBuilder((parts,) if split == 1 else (parts, split), loop)
+    deep = () if split == 1 else (1,)
+    tx = b.load(x, (None, *deep), 1)
+    weights = [b.load(w, (1,) if split == 1 else (1, 0), 0) for w in (a, c)]
+    sums = [build.accum_sum(build.matmul(tx, w)) for w in weights]
+
+    def gate(u: Node, v: Node) -> Node:
+        return build.mul(build.mul(u, build.sigmoid(u)), v)
+
+    if split == 1:
+        b.store(gate(*sums), (1,), dtype=DType.F16)
+        return make_graph((x, a, c), b.launch(), name="gated")
+    for s in sums:
+        b.store(build.reshape(s, (1, *s.shape)), (2, 0), dtype=DType.F32)
+    stored = b.launch()
+    d = BlockBuilder((parts,))
+    y = gate(*(build.sum(d.load(p, (2,)), 0) for p in stored))
+    d.store(build.reshape(y, y.shape[1:]), (1,), dtype=DType.F16)
+    return make_graph((x, a, c), d.launch(), name="gated")
+
+
+def experts(count: int, rows: int, width: int, *, parts: int, tile: int) -> Graph:
+    """exp(x a) b for each expert, a kernel a product."""
+    x = input_node(0, (count, rows, width), DType.F16)
+    a, c = (input_node(i, (count, width, width), DType.F16) for i in (1, 2))
+
+    def product(x: Node, w: Node, end: bool) -> Node:
+        b = BlockBuilder((count, parts), width // tile)
+        y = build.accum_sum(build.matmul(b.load(x, (0, None), 2), b.load(w, (0, 2), 1)))
+        b.store(y if end else build.exp(y), (0, 2), dtype=DType.F16)
+        return b.launch()[0]
+
+    return make_graph((x, a, c), [product(product(x, a, False), c, True)], name="experts")
 
 
 def low_rank(rows: int, depth: int, rank: int, columns: int, *, parts: int) -> Graph:
@@ -135,6 +165,7 @@ def fused() -> dict[str, Graph]:
         "norm matmul split": norm_matmul(8, 1024, 256, parts=4, split=2, tile=64),
         "gated": gated(8, 512, 256, parts=8, loop=8),
         "gated odd": gated(5, 96, 120, parts=3, loop=2),
+        "gated split": gated(8, 1024, 256, parts=4, loop=4, split=4),
         "low rank": low_rank(16, 256, 16, 512, parts=16),
         "low rank odd": low_rank(3, 100, 12, 88, parts=2),
     }

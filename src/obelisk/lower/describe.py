@@ -120,26 +120,24 @@ def _statement(kernel: Kernel, s: Statement) -> list[str]:
     return _chain(kernel, s) if isinstance(s, Chain) else _product(kernel, s)
 
 
-def _kernel(kernel: Kernel, number: int) -> list[str]:
-    lines = [
-        f"kernel {number}: grid {kernel.grid}, loop {kernel.loop}, tiles {kernel.arena} bytes "
-        f"(at least {kernel.bound})"
-    ]
+def kernel_lines(kernel: Kernel) -> list[str]:
+    """A kernel's buffers and where they lie, and its statements in order."""
+    lines: list[str] = []
     used: set[int] = set()
     for s in (*kernel.before, *kernel.body, *kernel.after):
         used |= {*reads_of(s), *writes_of(s)}
     for i in sorted(used):
         b = kernel.buffers[i]
         if b.kind is BufferKind.TILE:
-            lines.append(f"  {b.name}: {b.dtype} tile of {b.elements} at {kernel.offsets[i]}")
+            lines.append(f"{b.name}: {b.dtype} tile of {b.elements} at {kernel.offsets[i]}")
         else:
-            lines.append(f"  {b.name}: {b.dtype} {b.kind.value} {b.index}")
+            lines.append(f"{b.name}: {b.dtype} {b.kind.value} {b.index}")
     parts = (("before", kernel.before), ("each iteration", kernel.body), ("after", kernel.after))
     for title, part in parts:
         if part:
-            lines.append(f"  {title}:")
+            lines.append(f"{title}:")
             for s in part:
-                lines += ["    " + line for line in _statement(kernel, s)]
+                lines += ["  " + line for line in _statement(kernel, s)]
     return lines
 
 
@@ -164,5 +162,9 @@ def describe(program: TileProgram) -> str:
         made = ", ".join(names[b.tensor] for b in call.results)
         lines.append(f"{made} = kernel {call.kernel}({given})  # {call.origin}")
     for i, kernel in enumerate(program.kernels):
-        lines += ["", *_kernel(kernel, i)]
+        head = (
+            f"kernel {i}: grid {kernel.grid}, loop {kernel.loop}, tiles {kernel.arena} bytes "
+            f"(at least {kernel.bound})"
+        )
+        lines += ["", head, *("  " + line for line in kernel_lines(kernel))]
     return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ in shared memory (`generic`). `variants` lists the lowering choices that are wor
 
 from __future__ import annotations
 
+from obelisk.lower.cuda.describe import describe
 from obelisk.lower.cuda.module import lower_cuda, variants
 from obelisk.lower.cuda.options import (
     CudaKernel,
@@ -24,6 +25,7 @@ __all__ = [
     "CudaOptions",
     "Place",
     "Pointer",
+    "describe",
     "lower_cuda",
     "variants",
 ]

@@ -12,7 +12,8 @@ from math import prod
 
 from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph, Phase
-from obelisk.ir.op import Op
+from obelisk.ir.node import Node
+from obelisk.ir.op import LoadAttrs, Op
 from obelisk.lower.cuda.layout import Layout, dealt
 from obelisk.lower.cuda.values import VECTOR_BYTES, Text, Values
 from obelisk.lower.schedule import Operand
@@ -45,8 +46,8 @@ class Dealt(Values):
             self.threads = 32
             while self.threads < MOST_THREADS and self.threads * vector < total:
                 self.threads *= 2
-        if self.threads & (self.threads - 1):
-            raise Infeasible(f"{self.threads} threads, no power of two")
+        self.present = self.threads
+        self.threads = 1 << (self.threads.bit_length() - 1)  # layouts halve; the rest idle
         folded = {
             a
             for n in block.body
@@ -100,5 +101,47 @@ class Dealt(Values):
         if self.exchange:
             if self.exchange > STATIC_SHARED:
                 raise Infeasible(f"{self.exchange} bytes for a fold across warps")
+            if self.present != self.threads:
+                raise Infeasible(f"a fold across warps of {self.present} threads")
             t.lines.insert(0, f"__shared__ float {self.tag}exchange[{self.exchange // 4}];")
+        if self.present != self.threads:
+            return [f"if (thread < {self.threads}) {{", *("  " + x for x in t.lines), "}"]
         return t.lines
+
+
+class Gathered(Dealt):
+    """Prints a block graph that combines parts which lie in the shared memory of a cluster.
+
+    Its params are tiles of parts, dim 0 the block that holds them. `share` is the text of this
+    block's number in the cluster and the grid axes along which the blocks share the work.
+    """
+
+    def __init__(
+        self,
+        block: BlockGraph,
+        params: Sequence[Operand],
+        results: Sequence[Operand],
+        pointers: tuple[Sequence[str], Sequence[str]],
+        threads: int,
+        share: tuple[str, set[int]],
+    ) -> None:
+        self.rank, self.shared_axes = share
+        super().__init__(block, params, results, "z", pointers, threads)
+
+    def load_moves(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Strides within a part, and elements per share along each grid axis."""
+        at: LoadAttrs = node.attrs
+        strides = (0, *self.params[at.index].strides[1:])
+        moves = [
+            0 if d is None or p not in self.shared_axes else node.shape[d] * strides[d]
+            for p, d in enumerate(at.imap)
+        ]
+        return strides, (*moves, 0)
+
+    def load_start(self, moves: Sequence[int]) -> str:
+        return " + ".join(f"{self.rank} * {step}" for step in moves if step)
+
+    def element(self, node: Node, base: str, strides: Sequence[int], layout: Layout) -> str:
+        part = self.axes.of[node][0]
+        block = "0" if part is None else self.index(part, layout)
+        return f"ob_remote({base}, {block}) + {self.address(node, strides, layout)}"

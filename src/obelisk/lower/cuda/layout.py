@@ -50,10 +50,14 @@ def up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def row_dim(axis: Axis, tiles: int, warps: int) -> Dim:
-    """Rows of a product's result: `tiles` tiles of 16 rows in each of `warps` warps."""
-    base = "({r} >> 1) * 16 + ({r} & 1) * 8 + (lane >> 2)"
-    if warps > 1:
+def row_dim(axis: Axis, tiles: int, warps: int, wide: bool = False) -> Dim:
+    """Rows of a product's result: `tiles` tiles of 16 rows in each of `warps` warps. With `wide`
+    four warps in a row hold 64 rows of a tile together.
+    """
+    base = f"({{r}} >> 1) * {64 if wide else 16} + ({{r}} & 1) * 8 + (lane >> 2)"
+    if wide:
+        base = f"(warp_row >> 2) * {tiles * 64} + (warp_row & 3) * 16 + " + base
+    elif warps > 1:
         base = f"warp_row * {tiles * 16} + " + base
     lead = "lane < 4" + (" && warp_row == 0" if warps > 1 else "")
     return Dim(

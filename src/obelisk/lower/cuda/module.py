@@ -15,11 +15,8 @@ from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.graph import Graph
 from obelisk.ir.op import Op
 from obelisk.ir.resize import blocks_of, resize
-from obelisk.lower.cuda.combine import combining, split_axis
-from obelisk.lower.cuda.dealt import Dealt
-from obelisk.lower.cuda.fragment import Fragments
-from obelisk.lower.cuda.generic import Style, emit_generic, runtime, spill_stride
-from obelisk.lower.cuda.names import CTYPE, grid_lines
+from obelisk.lower.cuda.generic import Style, emit_generic, spill_stride
+from obelisk.lower.cuda.kernel import Last, register_kernel
 from obelisk.lower.cuda.options import (
     CudaKernel,
     CudaLaunch,
@@ -28,6 +25,7 @@ from obelisk.lower.cuda.options import (
     Place,
     Pointer,
 )
+from obelisk.lower.describe import kernel_lines
 from obelisk.lower.program import _Program
 from obelisk.lower.schedule import Operand, Rules, flatten
 from obelisk.lower.tile import Binding, Call, Kernel, Tensor, TensorKind, TileProgram
@@ -35,7 +33,6 @@ from obelisk.machine.description import Feature, Machine, MachineKind
 
 ARENA_LIMIT = 1 << 30  # bytes of tiles of a block; beyond shared memory they lie in device memory
 SCRATCH_LIMIT = 1 << 36
-MOST_CLUSTER = 8  # blocks of a cluster on every device that has clusters
 LOOP_TILE = 64  # elements of an iteration along the loop that one pipeline stage holds
 BLOCK_LIMIT = (1 << 31) - 1  # of a one-dimensional grid
 DEFAULT = CudaOptions()
@@ -112,8 +109,9 @@ class _Lowering:
         shared = 0 if spilled else kernel.arena
         note = f"{kernel.arena} bytes of tiles in {'device' if spilled else 'shared'} memory"
         text = CudaKernel(
-            "obelisk_kernel", source, kernel.blocks, style.threads, shared, 1, (note,)
-        )
+            "obelisk_kernel", source, kernel.blocks, style.threads, shared, 1, (note,),
+            tuple(kernel_lines(kernel)),
+        )  # fmt: skip
         arguments = tuple(self.pointer(b) for b in (*call.params, *call.results))
         if spilled:
             self.spill = max(self.spill, spill_stride(kernel) * kernel.blocks)
@@ -127,121 +125,31 @@ class _Lowering:
         the launch behind it. False where it has not that form.
         """
         block = flatten(source.block)
-        extra: list[str] = []
-        counters, cluster = 0, 1
+        last: Last | None = None
+        if after is not None:
+            where = {b: j for j, b in enumerate(call.results)}
+            places = tuple(where.get(b) for b in after[0].params)
+            then = after[1]
+            last = Last(flatten(then.block), then.params, then.results, places)
         try:
-            if any(n.op is Op.MATMUL for n in block.body):
-                work: Fragments | Dealt = Fragments(
-                    block, source.params, source.results, self.machine, self.options
-                )
-            else:
-                names = (
-                    [f"in{i}" for i in range(len(source.params))],
-                    [f"out{j}" for j in range(len(source.results))],
-                )
-                work = Dealt(block, source.params, source.results, "", names)
-            lines = work.body()
-            shared = work.shared_bytes() if isinstance(work, Fragments) else 0
-            resident = work.resident if isinstance(work, Fragments) else 1
-            if after is not None:
-                ending = self.ending(call, source, after, work.threads)
-                if ending is None:
-                    return False
-                extra, counters, cluster = ending
+            made = register_kernel(
+                block, source.params, source.results, last, self.machine, self.options
+            )
         except Infeasible as reason:
             self.refusals.append(str(reason))
             return False
-        results = [*source.results, *(after[1].results if after else ())]
-        params = [
-            *(f"const {CTYPE[o.dtype]} *in{i}" for i, o in enumerate(source.params)),
-            *(f"{CTYPE[o.dtype]} *out{j}" for j, o in enumerate(results)),
-            *(["unsigned *counters"] if counters else []),
-        ]
-        text = [
-            f"// Obelisk: grid {block.grid}, loop {block.loop}.",
-            runtime("scalar.cuh", "fragment.cuh"),
-            f'extern "C" __global__ void __launch_bounds__({work.threads}, {resident})',
-            f"obelisk_kernel({', '.join(params)}) {{",
-            "  const int thread = threadIdx.x, lane = thread & 31;",
-        ]
-        if shared:
-            text.append("  extern __shared__ __align__(16) char arena[];")
-        if isinstance(work, Fragments):
-            gt = work.group_threads
-            text.append(f"  const int group = thread / {gt}, member = thread % {gt};")
-            text.append(f"  const int warp_row = member / 32 % {work.row_warps};")
-            text.append(f"  const int warp_column = member / {32 * work.row_warps};")
-        text += ["  " + x for x in grid_lines(block.grid, "(int)blockIdx.x")]
-        text.append("  ob_begin();")
-        text += ["  " + x for x in (*lines, *extra)]
-        text += ["}", ""]
-        notes = (f"tiles in registers, {work.threads} threads",)
-        kernel = CudaKernel(
-            "obelisk_kernel", "\n".join(text), block.blocks, work.threads, shared, cluster, notes
-        )
-        arguments = [self.pointer(b) for b in (*call.params, *call.results)]
+        if made is None:
+            return False
+        arguments = [self.pointer(b) for b in call.params]
+        if not made.local:
+            arguments += [self.pointer(b) for b in call.results]
         if after is not None:
             arguments += [self.pointer(b) for b in after[0].results]
-            if counters:
+            if made.counters:
                 arguments.append(Pointer(Place.COUNTER, 0, 4 * self.counters))
-            self.counters += counters
-        self.add(kernel, tuple(arguments), call.origin)
+            self.counters += made.counters
+        self.add(made.kernel, tuple(arguments), call.origin)
         return True
-
-    def ending(
-        self, call: Call, source: Source, after: tuple[Call, Source], threads: int
-    ) -> tuple[list[str], int, int] | None:
-        """Lines that do the launch `after` at the end of the one before, how many counters they
-        need, and the blocks of a cluster.
-
-        Where the blocks of a split can be a cluster they meet and share the work; elsewhere the
-        last of them to arrive does it.
-        """
-        last, then = after
-        where = {b: j for j, b in enumerate(call.results)}
-        places = tuple(where.get(b) for b in last.params)
-        first, second = source.block, flatten(then.block)
-        split = split_axis(first)
-        if split is None:
-            return None
-        parts, grid = first.grid[split], first.grid
-        cluster = (
-            Feature.CLUSTERS in self.machine.features
-            and self.options.clusters
-            and parts <= MOST_CLUSTER
-            and all(n == 1 for n in grid[split + 1 :])
-        )
-        found = combining(first, second, places, True) if cluster else None
-        if found is None:
-            cluster = False
-            found = combining(first, second, places, False)
-        if found is None:
-            return None
-        names = (
-            [f"out{j}" for j in places],
-            [f"out{len(source.results) + j}" for j in range(len(then.results))],
-        )
-        work = Dealt(found.block, then.params, then.results, "z", names, threads)
-        lines = work.body()
-        coordinates = []
-        for p, (a, cuts) in enumerate(found.coordinates):
-            text = f"g{a}"
-            if cuts > 1:
-                text = f"g{a} * {cuts} + g{split}"
-            coordinates.append(f"  const int zg{p} = {'0' if cuts < 0 else text};")
-        number, step = [], 1
-        for a in reversed([a for a in range(len(grid)) if a != split]):
-            if grid[a] > 1:
-                number.append(f"g{a} * {step}" if step > 1 else f"g{a}")
-            step *= grid[a]
-        counter = f"counters + ({' + '.join(number) or '0'})"
-        opening = (
-            "ob_cluster_barrier();\n  {"
-            if cluster
-            else (f"if (ob_last_block({counter}, {parts})) {{")
-        )
-        body = [opening, *coordinates, *("  " + x for x in lines), "}"]
-        return body, 0 if cluster else step, parts if cluster else 1
 
     def finish(self, notes: tuple[str, ...]) -> CudaModule:
         module = CudaModule(

@@ -114,14 +114,22 @@ def split_line(
     return f"{head}, {iteration} * {tile}, {tile});"
 
 
-def grid_lines(grid: Sequence[int], block: str, tag: str = "") -> list[str]:
-    """Coordinates g0, g1, ... of a block from its number."""
+def grid_lines(
+    grid: Sequence[int], block: str, tag: str = "", fastest: int | None = None
+) -> list[str]:
+    """Coordinates g0, g1, ... of a block from its number; neighbouring blocks differ along the last
+    axis, or along `fastest`.
+    """
     out, step = [], 1
-    for a in reversed(range(len(grid))):
+    order = list(reversed(range(len(grid))))
+    if fastest is not None:
+        order.remove(fastest)
+        order.insert(0, fastest)
+    for a in order:
         text = "0"
         if grid[a] > 1:
             text = block if step == 1 else f"{block} / {step}"
-            if a > 0:
+            if a != order[-1]:
                 text = f"{text} % {grid[a]}"
         out.append(f"const int {tag}g{a} = {text};")
         step *= grid[a]

@@ -24,8 +24,10 @@ class CudaOptions:
         loop_scale: iterations are cut into this many shorter ones before lowering (0: chosen).
         fuse_combine: the last block to finish combines the parts of a split fold, in the same
             kernel.
-        clusters: the blocks of a split fold are a cluster where the device has them, and share the
-            combining.
+        clusters: the blocks of a split fold are a cluster where the device has them, keep their
+            parts in shared memory, and share the combining.
+        wgmma: four warps make a product together where the device can and tiles allow it.
+        bulk: a warp of its own fills the pipeline with bulk copies where the device has them.
         resident: blocks that one SM shall hold at a time (0: as many as the grid has for it, at
             most 4, if their pipelines stay deep enough).
         threads: threads of a block whose tiles are in shared memory.
@@ -40,6 +42,8 @@ class CudaOptions:
     fuse_combine: bool = True
     resident: int = 0
     clusters: bool = False
+    wgmma: bool = True
+    bulk: bool = False
     threads: int = 256
 
 
@@ -73,7 +77,7 @@ class CudaKernel:
         blocks, threads: of a launch (one-dimensional).
         shared: bytes of dynamic shared memory.
         cluster: blocks of a cluster (1: none).
-        notes: what was decided, for people.
+        notes: what was decided, for people, in short; `plan`: in full (`describe` prints it).
     """
 
     entry: str
@@ -83,6 +87,7 @@ class CudaKernel:
     shared: int
     cluster: int = 1
     notes: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -599,6 +599,14 @@ class Values:
             parts.append(text if strides[d] == 1 else f"{text} * {strides[d]}ll")
         return " + ".join(parts) or "0"
 
+    def load_start(self, moves: Sequence[int]) -> str:
+        """Where the current block's and iteration's part of a param begins."""
+        return self.steps(moves)
+
+    def element(self, node: Node, base: str, strides: Sequence[int], layout: Layout) -> str:
+        """The address of a load's element at the current registers."""
+        return f"{base} + {self.address(node, strides, layout)}"
+
     def load(self, node: Node, layout: Layout, text: Text) -> Value:
         """A tile from device memory straight to registers; what does not exist is 0."""
         axes = layout.sorted(self.axes.known(node))
@@ -609,12 +617,12 @@ class Values:
         n = self.vector(node, dtype, strides, moves, layout) if kind == "f" else 1
         self.declare(text, value, layout)
         base = self.name("p")
-        start = self.steps(moves)
+        start = self.load_start(moves)
         pointer = self.param_names[node.attrs.index]
         text.line(f"const {CTYPE[dtype]} *{base} = {pointer}{' + ' + start if start else ''};")
         guards = [g for a in axes if (g := self.guard(a, layout))]
         self.loops(text, axes, layout, n)
-        at = f"{base} + {self.address(node, strides, layout)}"
+        at = self.element(node, base, strides, layout)
         read = f"ob_read<{n}>(&{self.at(value)}, {at});" if n > 1 else ""
         if not read:
             read = f"{self.at(value)} = ob_{kind}(*({at}));"

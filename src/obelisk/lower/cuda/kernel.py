@@ -1,0 +1,193 @@
+"""One kernel that keeps its tiles in registers, with the launch behind it where it can do that too.
+
+Takes a flattened block graph, how its tensors lie, and maybe the block graph that combines what its
+blocks store; gives the text of a translation unit. The last block of a split to arrive does the
+combining, or the blocks of a split are a cluster, keep their parts in shared memory and share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from obelisk.ir.block import BlockGraph
+from obelisk.ir.op import Op
+from obelisk.lower.cuda.combine import Ending, combining, split_axis
+from obelisk.lower.cuda.dealt import Dealt, Gathered
+from obelisk.lower.cuda.describe import plan_lines
+from obelisk.lower.cuda.fragment import Fragments
+from obelisk.lower.cuda.generic import runtime
+from obelisk.lower.cuda.names import CTYPE, grid_lines
+from obelisk.lower.cuda.options import CudaKernel, CudaOptions
+from obelisk.lower.schedule import Operand
+from obelisk.machine.description import Feature, Machine
+
+MOST_CLUSTER = 8  # blocks of a cluster on every device that has clusters
+HEADERS = ("scalar.cuh", "copy.cuh", "mma.cuh", "fold.cuh", "barrier.cuh")
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """A launch that reads what another stored: its block graph, how its tensors lie, and which of
+    the other's results each of its params is (None: another tensor).
+    """
+
+    block: BlockGraph
+    params: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    places: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A kernel, the counters it needs, and whether the first launch's results stay inside it."""
+
+    kernel: CudaKernel
+    counters: int
+    local: bool
+
+
+def cluster_ending(
+    block: BlockGraph, last: Last, machine: Machine, options: CudaOptions
+) -> Ending | None:
+    """How the blocks of a split, as one cluster, share the combining; None where they cannot."""
+    split = split_axis(block)
+    if split is None or not options.clusters or Feature.CLUSTERS not in machine.features:
+        return None
+    if block.grid[split] > MOST_CLUSTER or any(s.fmap is not None for s in block.stores):
+        return None
+    return combining(block, last.block, last.places, True)
+
+
+def coordinate_lines(ending: Ending) -> list[str]:
+    """The combining launch's coordinates from those of the first."""
+    out = []
+    for p, (a, cuts) in enumerate(ending.coordinates):
+        text = f"g{a}"
+        if cuts > 1:
+            text = f"g{a} * {cuts} + g{ending.split}"
+        out.append(f"  const int zg{p} = {'0' if cuts < 0 else text};")
+    return out
+
+
+def gathered(work: Fragments, last: Last, ending: Ending, outputs: list[str]) -> list[str]:
+    """Lines by which the blocks of a cluster combine their parts, each a share of the result."""
+    assert all(j is not None for j in last.places)
+    kept = [j for j in last.places if j is not None]
+    params = [work.results[j] for j in kept]
+    shared = {p for p, (_, cuts) in enumerate(ending.coordinates) if cuts != 1}
+    names = ([f"part{j}" for j in kept], outputs)
+    combine = Gathered(
+        ending.block, params, last.results, names, work.threads, (f"g{ending.split}", shared)
+    )
+    return [
+        "ob_cluster_barrier();",
+        "{",
+        *coordinate_lines(ending),
+        *("  " + x for x in combine.body()),
+        "}",
+        "ob_cluster_barrier();  // no block leaves while its parts are read",
+    ]
+
+
+def counted(
+    block: BlockGraph, last: Last, outputs: list[str], threads: int
+) -> tuple[list[str], int] | None:
+    """Lines by which the last block of a split to arrive combines the parts, and the counters they
+    need; None where the launches do not fit together.
+    """
+    found = combining(block, last.block, last.places, False)
+    if found is None:
+        return None
+    names = ([f"out{j}" for j in last.places], outputs)
+    work = Dealt(found.block, last.params, last.results, "z", names, threads)
+    lines = work.body()
+    number, step, grid = [], 1, block.grid
+    for a in reversed([a for a in range(len(grid)) if a != found.split]):
+        if grid[a] > 1:
+            number.append(f"g{a} * {step}" if step > 1 else f"g{a}")
+        step *= grid[a]
+    counter = f"counters + ({' + '.join(number) or '0'})"
+    opening = f"if (ob_last_block({counter}, {grid[found.split]})) {{"
+    return [opening, *coordinate_lines(found), *("  " + x for x in lines), "}"], step
+
+
+def _begin(work: Fragments | Dealt, block: BlockGraph, fastest: int | None) -> list[str]:
+    """The first lines of a kernel: who this thread is, then the wait for the launch ahead."""
+    out = ["const int thread = threadIdx.x, lane = thread & 31;"]
+    if isinstance(work, Fragments):
+        if work.shared_bytes():
+            out.append("extern __shared__ __align__(16) char arena[];")
+            out.append(f"char *const base = {'ob_line(arena)' if work.wide else 'arena'};")
+        gt = work.group_threads
+        out.append(f"const int group = thread / {gt}, member = thread % {gt};")
+        out.append(f"const int warp_row = member / 32 % {work.row_warps};")
+        out.append(f"const int warp_column = member / {32 * work.row_warps};")
+    out += grid_lines(block.grid, "(int)blockIdx.x", fastest=fastest)
+    if isinstance(work, Fragments):
+        out += work.ring()
+    out.append("ob_begin();")
+    return out
+
+
+def register_kernel(
+    block: BlockGraph,
+    params: Sequence[Operand],
+    results: Sequence[Operand],
+    last: Last | None,
+    machine: Machine,
+    options: CudaOptions,
+) -> Made | None:
+    """The kernel of a flattened block graph; with `last`, of that one too, or None where the two do
+    not fit together. Raises `Infeasible` where a graph does not have this form.
+    """
+    names = ([f"in{i}" for i in range(len(params))], [f"out{j}" for j in range(len(results))])
+    work: Fragments | Dealt
+    if any(n.op is Op.MATMUL for n in block.body):
+        work = Fragments(block, params, results, machine, options)
+    else:
+        work = Dealt(block, params, results, "", names)
+    ending = None
+    if last is not None and isinstance(work, Fragments) and work.looped:
+        ending = cluster_ending(block, last, machine, options)
+    if ending is not None and isinstance(work, Fragments):
+        work.keep()
+    lines = work.body()
+    ends = last.results if last else ()
+    outputs = [f"out{len(results) + j}" for j in range(len(ends))]
+    extra: list[str] = []
+    counters, cluster = 0, 1
+    if ending is not None and last is not None and isinstance(work, Fragments):
+        extra, cluster = gathered(work, last, ending, outputs), block.grid[ending.split]
+    elif last is not None:
+        found = counted(block, last, outputs, work.threads)
+        if found is None:
+            return None
+        extra, counters = found
+    kept = enumerate(results) if cluster == 1 else ()
+    arguments = [
+        *(f"const {CTYPE[o.dtype]} *in{i}" for i, o in enumerate(params)),
+        *(f"{CTYPE[o.dtype]} *out{j}" for j, o in kept),
+        *(f"{CTYPE[o.dtype]} *{n}" for n, o in zip(outputs, ends, strict=True)),
+        *(["unsigned *counters"] if counters else []),
+    ]
+    headers, threads, shared, resident = list(HEADERS), work.threads, 0, 1
+    if isinstance(work, Fragments):
+        headers += [*(["bulk.cuh"] if work.bulk else []), *(["wgmma.cuh"] if work.wide else [])]
+        threads, shared, resident = work.launch_threads(), work.shared_bytes(), work.resident
+    begin = _begin(work, block, ending.split if ending else None)
+    text = [
+        f"// Obelisk: grid {block.grid}, loop {block.loop}.",
+        runtime(*headers),
+        f'extern "C" __global__ void __launch_bounds__({threads}, {resident})',
+        f"obelisk_kernel({', '.join(arguments)}) {{",
+        *("  " + x for x in (*begin, *lines, *extra)),
+        "}",
+        "",
+    ]
+    note = f"tiles in registers, {work.threads} threads"
+    kernel = CudaKernel(
+        "obelisk_kernel", "\n".join(text), block.blocks, threads, shared, cluster, (note,),
+        plan_lines(work),
+    )  # fmt: skip
+    return Made(kernel, counters, cluster > 1)
