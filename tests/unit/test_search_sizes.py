@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from obelisk.app.loading import load_program
+from obelisk.ir import DType, Op
+from obelisk.ir.block import BlockGraph
 from obelisk.machine import find
-from obelisk.search import search
+from obelisk.search import Space, search
 from obelisk.search.sizes import thread_choices
 
 H200, CPU = find("h200"), find("cpu")
@@ -48,3 +52,44 @@ def test_the_account_says_when_the_best_was_found() -> None:
     """Within the processor time of the stages, and before the end of a space with more in it."""
     stats = search(load_program("rmsnorm"), CPU, workers=1).stats
     assert 0 < stats.found_seconds < sum(stats.stage_seconds.values())
+
+
+# Program, batch, and the grids (of the first kernel) that were best on an H200, with the number of
+# their launches: bench/results/cuda_h200.json and LOG.md.
+MEASURED = [
+    ("gqa", 1, (2, 8, 8), 2),
+    ("gqa", 8, (16, 2, 4), 2),
+    ("mqa", 1, (16, 8), 2),
+    ("mha", 1, (32, 4), 2),
+    ("qknorm", 1, (2, 8, 8), 2),
+    ("qknorm", 8, (16, 2, 4), 2),
+    ("rmsnorm", 8, (64, 2), 2),
+    ("rmsnorm", 1, (128,), 1),
+    ("gated_mlp", 1, (64,), 1),
+    ("lora", 1, (128,), 1),
+]
+
+
+@pytest.mark.parametrize(("name", "batch", "grid", "launches"), MEASURED)
+def test_what_was_best_on_a_gpu_is_among_the_first(
+    name: str, batch: int, grid: tuple[int, ...], launches: int
+) -> None:
+    """The structure and grid that won on the device are within the first 24 candidates."""
+    program = load_program(name, batch, "f16")
+    result = search(program, H200, space=Space(keep=25), workers=1)
+    found = []
+    for c in result.candidates[1:]:
+        blocks: list[BlockGraph | None] = [x.block for x in c.graph.launches()]
+        first = blocks[0]
+        found.append((first.grid if first is not None else None, len(blocks)))
+    assert (grid, launches) in found, found
+
+
+def test_a_thread_graph_keeps_the_dtype_of_its_chain() -> None:
+    """A mean in f16: the size that it divides by adapts to the sum, not the reverse."""
+    result = search(load_program("rmsnorm", dtype="f16"), H200, workers=1)
+    whole = [c.graph.launches() for c in result.candidates if len(c.graph.launches()) == 1]
+    blocks = [launch.block for (launch,) in whole if launch.block is not None]
+    chains = [n for b in blocks for n in b.body if n.op is Op.THREAD]
+    assert chains
+    assert all(n.dtype is DType.F16 for n in chains)

@@ -7,11 +7,11 @@ clearly faster must not be ranked behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from obelisk.ir.block import BlockGraph
-from obelisk.ir.graph import VIEWS, Graph
+from obelisk.ir.graph import VIEWS, Graph, Launch
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
 from obelisk.ir.table import TABLE, Kind
@@ -118,14 +118,18 @@ def estimate(graph: Graph, machine: Machine) -> Cost:
     size = sum(n.nbytes for n in graph.inputs)
     if machine.kind is MachineKind.CPU and size <= machine.last_cache * INPUT_SHARE:
         warm.update(graph.inputs)
-    parts = []
+    parts: list[LaunchCost] = []
+    before: Launch | None = None
     for launch in graph.launches():
         operands = tuple(Operand(strides_of(n), _cached(n, warm, room)) for n in launch.inputs)
         if launch.block is not None:
             part = _block_cost(launch.block, operands, machine)
+            if before is not None and machine.kind is MachineKind.CUDA:
+                part = _joined_cost(part, before, launch, machine)
         else:
             part = _primitive_cost(launch.node, operands, machine)
         parts.append(part)
+        before = launch
         warm.update(launch.results)
     for output in dict.fromkeys(graph.outputs):
         if output.op in VIEWS or output.op in _SOURCES:  # nothing computes it in its place
@@ -176,6 +180,8 @@ def _memory_seconds(traffic: Traffic, rate: float, active: int, machine: Machine
     outer = machine.caches[-1] if machine.caches else None
     cache_rate = outer.bandwidth * active if outer else rate
     if machine.kind is MachineKind.CUDA:  # the last cache serves what memory does not, side by side
+        if outer:  # all of it, however few cores ask, as fast as their paths to it carry
+            cache_rate = min(outer.bandwidth * machine.cores, active * machine.core_bandwidth)
         return max(traffic.memory / rate, (traffic.cache + traffic.memory) / cache_rate)
     near = machine.cache(2)
     near_rate = near.bandwidth * active if near else cache_rate
@@ -219,15 +225,50 @@ def _cuda_parts(
     waves = -(-block.blocks // (machine.cores * resident))
     busy, chain = gpu.block_seconds(block, todo, machine)
     share = -(-block.blocks // machine.cores)
-    full = min(1.0, resident * block.threads / gpu.BUSY_THREADS)
+    full = min(1.0, resident * gpu.useful_threads(block) / gpu.BUSY_THREADS)
     compute = max(share * busy / full, waves * (chain + busy))
-    # Little's law: what an SM draws is what it keeps in flight over the latency; two tiles of a
-    # loop, or all of one.
-    flight = min(
-        resident * todo.tile_bytes * (2 if todo.iterations > 1 else 1), machine.shared_per_core
-    )
+    # Little's law: what an SM draws is what it keeps in flight over the latency.
+    flight = gpu.flight(block, todo, resident, machine)
     rate = min(machine.bandwidth, active * min(machine.core_bandwidth, flight / machine.latency))
     return compute, max(rate, 1.0), waves
+
+
+def _joined_cost(part: LaunchCost, first: Launch, second: Launch, machine: Machine) -> LaunchCost:
+    """The cost of a launch that combines the parts of the one before it, which the last block of
+    each group can do in the first kernel (docs/cuda.md), if that is cheaper.
+    """
+    block = first.block
+    assert second.block is not None
+    split = None if block is None else _split_of(block)
+    if block is None or split is None or second.block.loop != 1:
+        return part
+    made = set(first.results)
+    if any(x not in made for x in second.inputs):
+        return part
+    size = sum(n.nbytes for n in first.results)
+    seconds = gpu.combine_seconds(block, split, size, machine)
+    if seconds >= part.seconds:
+        return part
+    return replace(
+        part,
+        name=f"{part.name}, in the kernel before",
+        seconds=seconds,
+        memory_seconds=seconds,
+        compute_seconds=0.0,
+        launch_seconds=0.0,
+    )
+
+
+def _split_of(block: BlockGraph) -> int | None:
+    """Blocks along the grid axis in which every result has one part a block, side by side in dim
+    0.
+    """
+    for a, n in enumerate(block.grid):
+        if n > 1 and all(
+            s.omap[a] == 0 and s.value.rank > 1 and s.value.shape[0] == 1 for s in block.stores
+        ):
+            return n
+    return None
 
 
 @lru_cache(maxsize=8192)

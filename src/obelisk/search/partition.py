@@ -16,7 +16,8 @@ from math import inf
 from obelisk.ir import Graph, Node, Op
 from obelisk.ir.graph import VIEWS
 from obelisk.ir.node import make, topological
-from obelisk.machine import Machine, estimate, roofline
+from obelisk.machine import Machine, MachineKind, estimate, roofline
+from obelisk.machine.cost import LONE_LAUNCH
 from obelisk.search.axes import Segment, make_segment
 from obelisk.search.sizes import Instance, standalone
 from obelisk.search.skeleton import Sizes, Skeleton
@@ -46,7 +47,7 @@ class Interval:
     Attributes:
         segment: what is searched, or None where it must stay a single predefined operator or a
             view.
-        bound: seconds that it takes at least.
+        bound: seconds that its work takes at least, launches aside.
         start, stop: positions i and j in the order.
         choices: ranked results once searched (None before).
         seconds: cost of the best choice once known.
@@ -80,6 +81,8 @@ class Partition:
         ]
         self.position = {n: i for i, n in enumerate(self.order)}
         self.efficiency = EXPECTED
+        on_gpu = machine.kind is MachineKind.CUDA
+        self._launch = machine.launch_seconds if on_gpu else LONE_LAUNCH
         self._intervals: dict[tuple[int, int], Interval | None] = {}
         self._primitive = {n: self._primitive_seconds(n) for n in self.order}
         # The last position at which each value is still read.
@@ -151,7 +154,8 @@ class Partition:
             best = min(best, self._primitive[interval.nodes[0]])
         interval.seconds = best
         if interval.bound > 0 and best < inf and len(interval.nodes) > 1:
-            self.efficiency = min(self.efficiency, max(1.0, best / interval.bound))
+            work = max(0.0, best - self._launch)
+            self.efficiency = min(self.efficiency, max(1.0, work / interval.bound))
 
     def shortest(
         self, known_only: bool, banned: frozenset[tuple[int, int]] = frozenset()
@@ -172,7 +176,7 @@ class Partition:
                     value = got.seconds
                 elif not known_only:
                     # Few kernels come closer to their bound than this; expect no miracle.
-                    value = got.bound * self.efficiency
+                    value = got.bound * self.efficiency + self._launch
                 elif j - i == 1:
                     value = self._primitive[got.nodes[0]]
                 else:

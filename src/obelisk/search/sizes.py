@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from obelisk.base.errors import UserError
 from obelisk.ir import BlockGraph, Graph, Node, Op
@@ -19,6 +20,7 @@ from obelisk.search.axes import Axis, Segment
 from obelisk.search.skeleton import THREADS, Sizes, Skeleton, instantiate
 
 GRID_AXES = 3
+COPIED_TILE = 64  # least extent at first along an axis whose cutting repeats work
 LEAST_GAIN = 0.002  # a smaller predicted gain is noise of the model
 
 
@@ -45,14 +47,18 @@ class SizeCounts:
 
 
 def part_choices(extent: int, machine: Machine) -> list[int]:
-    """Numbers of parts worth trying for an axis: tiles of a power of two, and multiples of the core
-    count.
+    """Numbers of parts worth trying for an axis: tiles of a power of two, powers of two of parts
+    that divide the axis, and multiples of the core count.
     """
-    tiles = {1 << i for i in range(extent.bit_length())} | {extent}
-    parts = {ceil_div(extent, t) for t in tiles}
+    powers = [1 << i for i in range(extent.bit_length())]
+    tiles = {*powers, extent, *(extent // n for n in powers if extent % n == 0)}
     for waves in (1, 2, 4):
         if machine.cores * waves <= extent:
-            parts.add(machine.cores * waves)
+            tile = ceil_div(extent, machine.cores * waves)
+            # A GPU's copies and products want whole vectors of 16-bit elements.
+            grain = machine.vector_bytes // 2 if machine.kind is MachineKind.CUDA else 1
+            tiles.add(ceil_div(tile, grain) * grain if tile > grain else tile)
+    parts = {ceil_div(extent, t) for t in tiles}
     # Where the tile decides the number of parts, fewer parts give the same tile: keep the smallest.
     return sorted({ceil_div(extent, ceil_div(extent, p)) for p in parts})
 
@@ -110,18 +116,41 @@ class Sizer:
         return found
 
     def starts(self) -> Iterator[Sizes]:
-        """Starting points: every axis whole, coarse tiles, fine tiles."""
+        """Starting points: every axis whole, coarse tiles, fine tiles; as many parts of a split as
+        fill the cores then, and iterations of 64 elements. Batches of products are cut to single
+        ones on a GPU, where a block with several keeps nothing in registers.
+        """
         extents = self.segment.extents
         loop, split = self.skeleton.schedule.loop, self.skeleton.schedule.split
-        axes, second = self.skeleton.grid_axes(), self.skeleton.combine_axes()
+        axes, copied = self.skeleton.grid_axes(), self.skeleton.copied_axes()
+        batches = self.skeleton.batch_axes() if self.machine.kind is MachineKind.CUDA else ()
         for tile in (32, 8, 128, 1):
-            parts = self._limit([(a, ceil_div(extents[a], min(tile, extents[a]))) for a in axes])
-            combine = self._limit(
-                [(a, ceil_div(extents[a], min(8 * tile, extents[a]))) for a in second]
-            )
-            loops = 1 if loop is None else max(2, ceil_div(extents[loop], 64))
-            splits = 1 if split is None else min(extents[split], max(2, self.machine.cores))
-            yield Sizes(parts, min(loops, 1 if loop is None else extents[loop]), splits, combine)
+            wide = {a: 1 if a in batches else min(tile, extents[a]) for a in axes}
+            wide |= {a: min(max(tile, COPIED_TILE), extents[a]) for a in copied}
+            parts = self._limit([(a, ceil_div(extents[a], wide[a])) for a in axes])
+            combine = self._combine_start(parts, tile)
+            splits = 1
+            if split is not None:
+                fill = self.machine.cores // prod(n for _, n in parts)
+                splits = min(extents[split], max(2, fill))
+            loops = 1
+            if loop is not None:
+                cut = dict(parts).get(loop, 1) * (splits if loop == split else 1)
+                loops = min(extents[loop], max(2, ceil_div(extents[loop], 64 * cut)))
+            yield Sizes(parts, loops, splits, combine)
+
+    def _combine_start(
+        self, parts: Sequence[tuple[Axis, int]], tile: int
+    ) -> tuple[tuple[Axis, int], ...]:
+        """Blocks of the combining kernel: wide tiles on a CPU, on a GPU those of the first kernel,
+        whose last block can then do it.
+        """
+        extents, axes = self.segment.extents, self.skeleton.combine_axes()
+        if self.machine.kind is MachineKind.CUDA:
+            first = dict(parts)
+            return tuple((a, first.get(a, 1)) for a in axes)
+        wide = [(a, ceil_div(extents[a], min(8 * tile, extents[a]))) for a in axes]
+        return tuple(self._limit(wide))
 
     def _limit(self, parts: list[tuple[Axis, int]]) -> tuple[tuple[Axis, int], ...]:
         """At most three cut axes (two beside a split): the ones with most parts stay."""
@@ -149,11 +178,12 @@ class Sizer:
             for n in part_choices(extents[split], machine):
                 if 1 < n <= 4 * machine.cores:
                     yield replace(sizes, split=n)
+        yield from self._trades(sizes)
         for n in self.threads:
             if n != sizes.threads:
                 yield replace(sizes, threads=n)
-        combine = dict(sizes.combine)
-        for axis in combine:
+        combine, copied = dict(sizes.combine), self.skeleton.copied_axes()
+        for axis in (a for a in combine if a not in copied):
             for n in part_choices(extents[axis], machine):
                 changed = {**combine, axis: n}
                 if sum(v > 1 for v in changed.values()) <= GRID_AXES:
@@ -161,6 +191,22 @@ class Sizer:
         for n in self.threads if split is not None else ():
             if n != sizes.combine_threads:
                 yield replace(sizes, combine_threads=n)
+
+    def _trades(self, sizes: Sizes) -> Iterator[Sizes]:
+        """As many blocks, dealt differently: twice the parts along one axis (or of the split), half
+        along another.
+        """
+        split = self.skeleton.schedule.split
+        coordinates = [*sizes.parts, *([(None, sizes.split)] if split is not None else [])]
+        for more, n in coordinates:
+            extent = self.segment.extents[split if more is None else more]  # type: ignore[index]
+            for less, m in coordinates:
+                if more == less or m % 2 or 2 * n > extent or (less is None and m == 2):
+                    continue
+                changed = dict(coordinates) | {more: 2 * n, less: m // 2}
+                parts = tuple((a, changed[a]) for a, _ in sizes.parts)
+                if sum(k > 1 for _, k in parts) <= GRID_AXES - (split is not None):
+                    yield replace(sizes, parts=parts, split=changed.get(None, sizes.split))
 
     def sketch(self) -> Instance | None:
         """The best starting point: a first opinion of the skeleton, at a handful of evaluations."""
@@ -188,9 +234,11 @@ class Sizer:
                 if there and there.cost.seconds < here.cost.seconds * (1 - LEAST_GAIN):
                     here, improved = there, True
         ranked = sorted((i for i in self.known.values() if i is not None), key=_rank)
+        on_gpu = self.machine.kind is MachineKind.CUDA
         distinct: dict[object, Instance] = {}
-        for i in ranked:  # sizes of the combining kernel alone make no other candidate
-            distinct.setdefault((i.sizes.parts, i.sizes.loop, i.sizes.split), i)
+        for i in ranked:  # sizes of the combining kernel alone make no other candidate, nor do
+            loop = 0 if on_gpu else i.sizes.loop  # iterations where generated code cuts them anew
+            distinct.setdefault((i.sizes.parts, loop, i.sizes.split), i)
         return list(distinct.values())[:keep]
 
 

@@ -58,9 +58,46 @@ class Skeleton:
         return repr((self.steps, self.targets, self.schedule))
 
     def grid_axes(self) -> tuple[Axis, ...]:
-        """Axes that the grid may cut: those of everything the first kernel stores."""
-        stored = [s.op[1] for s in self.steps if s.op[0] == "cross"]
-        return _shared(self.steps, stored or self.targets)
+        """Axes that the grid may cut: those of everything the first kernel stores, then those that
+        only some of it has.
+        """
+        return _shared(self.steps, self._stored() or self.targets) + self.copied_axes()
+
+    def copied_axes(self) -> tuple[Axis, ...]:
+        """Axes of some results of the first kernel for which the others have a dim of extent 1:
+        each block stores its own copy there, which only the block of the combining kernel at the
+        same place reads.
+        """
+        stored = self._stored()
+        shared = _shared(self.steps, stored) if stored else ()
+        return tuple(
+            a
+            for a in self.combine_axes()
+            if a not in shared and all(self.copy_dim(i, a) is not None for i in stored)
+        )
+
+    def copy_dim(self, stored: int, axis: Axis) -> int | None:
+        """Where a result has an axis, or else its copies along it: the dim of extent 1 at the place
+        where another result has the axis.
+        """
+        dims = self.steps[stored].dims
+        if axis in dims:
+            return dims.index(axis)
+        for i in self._stored():
+            other = self.steps[i].dims
+            if axis in other and len(other) == len(dims) and dims[other.index(axis)] is None:
+                return other.index(axis)
+        return None
+
+    def _stored(self) -> list[int]:
+        return [s.op[1] for s in self.steps if s.op[0] == "cross"]
+
+    def batch_axes(self) -> frozenset[Axis]:
+        """Axes that occur in products, and there only as batches."""
+        products = [s.op[1:] for s in self.steps if s.op[0] in (Op.MATMUL, "joined")]
+        operands = [self.steps[i].dims for p in products for i in p]
+        inner = {a for dims in operands for a in dims[-2:]}
+        return frozenset(a for d in operands for a in d[:-2] if a is not None and a not in inner)
 
     def combine_axes(self) -> tuple[Axis, ...]:
         """Axes that the second kernel's grid may cut; none if there is no second kernel."""
@@ -181,17 +218,25 @@ class _Builder:
         for i in crossed:
             value = self.nodes[steps[i].op[1]]
             tile = b.reshape(value, (1, *value.shape))
-            dims = steps[steps[i].op[1]].dims
-            omap = [0 if a == self.split_axis else 1 + dims.index(a) for a, _ in self.grid]
+            omap = [0 if a == self.split_axis else 1 + self._place(i, a) for a, _ in self.grid]
             self.block.store(
                 tile, omap, dtype=value.dtype.accumulator if value.dtype.is_float else None
             )
         parts = dict(zip(crossed, self.block.launch(), strict=True))
         return self._combine(parts)
 
+    def _place(self, crossed: int, axis: Axis) -> int:
+        """The dim of a stored value that a grid axis cuts."""
+        place = self.skeleton.copy_dim(self.skeleton.steps[crossed].op[1], axis)
+        assert place is not None
+        return place
+
     def _combine(self, parts: Mapping[int, Node]) -> list[Node]:
         """The second kernel: blocks of the first are a leading dim here."""
-        grid = [(a, n) for a, n in self.sizes.combine if n > 1]
+        copied = self.skeleton.copied_axes()
+        first = dict(self.sizes.parts)
+        wanted = [(a, first[a] if a in copied else n) for a, n in self.sizes.combine]
+        grid = [(a, n) for a, n in wanted if n > 1]
         second = BlockBuilder([n for _, n in grid] or [1], 1, self.sizes.combine_threads)
         self.nodes = {
             i: n for i, n in self.nodes.items() if self.skeleton.steps[i].op[0] == "const"
@@ -200,13 +245,18 @@ class _Builder:
             if step.stage is not Stage.COMBINE:
                 continue
             if step.op[0] == "cross":
-                dims = step.dims
-                imap = [dims.index(a) if a in dims else None for a, _ in grid] or [None]
+                imap = [self._imap(i, a, copied) for a, _ in grid] or [None]
                 self.nodes[i] = second.load(parts[i], imap)
             else:
                 self._recall(step)
                 self.nodes[i] = self._node(step)
         return self._store_targets(second, grid, leading=True)
+
+    def _imap(self, crossed: int, axis: Axis, copied: Sequence[Axis]) -> int | None:
+        dims = self.skeleton.steps[crossed].dims
+        if axis in copied:
+            return 1 + self._place(crossed, axis)
+        return dims.index(axis) if axis in dims else None
 
     def _recall(self, step: Step) -> None:
         """Sizes are rebuilt in the second kernel as constants: their tensors are not read there."""

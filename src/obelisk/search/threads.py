@@ -62,6 +62,8 @@ def registers(graph: ThreadGraph, threads: int) -> int:
 
 
 def _fusable(node: Node) -> bool:
+    if any(i.op is Op.SIZE and i.dtype is not node.dtype for i in node.inputs):
+        return False  # a size adapts to the other operand, an element of a thread would not
     return TABLE[node.op].kind in _KINDS and (
         TABLE[node.op].kind is not Kind.REDUCE or node.attrs.axis == node.inputs[0].rank - 1
     )

@@ -32,7 +32,7 @@ from obelisk.search.synth import Synthesis
 from obelisk.search.value import Counts, Mode, Schedule, Stage
 
 VERSION = 2  # of what a unit computes: results of another version are not reused
-SIZES_KEPT = 4  # instances kept of one skeleton
+SIZES_KEPT = 8  # instances kept of one skeleton
 TICK_SECONDS = 0.1  # how often a unit looks at the clock's relatives: memory, parent, progress
 RAW = Mode()
 Plain = Any  # numbers, strings, None, and lists and dicts of them
