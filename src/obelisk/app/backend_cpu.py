@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from obelisk.app.account import describe
 from obelisk.app.backends import Lowering
@@ -30,6 +30,10 @@ class CpuBackend:
     name, dtype = "cpu", DType.F32
     most_items, grow_items, start_seconds = 24, 0, 1.3
     quick, rivals = QUICK, ALL
+    ablations: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "alias": {"alias": False},
+        "unrolling": {"unroll": 1},
+    }
 
     def machine(self, device: str) -> Machine:
         """This machine."""

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 from obelisk.app.account import describe
 from obelisk.app.backends import Lowering, ordinal_of
@@ -101,6 +101,15 @@ class CudaBackend:
     name, dtype = "cuda", DType.F16
     most_items, grow_items, start_seconds = 56, 64, 2.5
     quick, rivals = QUICK, RIVALS
+    ablations: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "registers": {"fragments": False},
+        "fusion": {"fuse_combine": False},
+        "pipeline": {"stages": 1, "bulk": False},
+        "groups": {"groups": 1},
+        "wgmma": {"wgmma": False},
+        "bulk": {"bulk": False},
+        "clusters": {"clusters": False},
+    }
 
     def machine(self, device: str) -> Machine:
         """The device's own limits, read off it."""

@@ -82,7 +82,8 @@ class Backend(Protocol):
             may follow once times are known.
         start_seconds: what the tuner's worker needs to start, twice.
         quick, rivals: baselines of `optimize` and of `bench`.
-        torch: whether the baselines need seconds to start.
+        ablations: decisions of the lowering that can be left out, by the name that the command line
+            has for them, and the options that do so.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Backend(Protocol):
     start_seconds: float
     quick: tuple[str, ...]
     rivals: tuple[str, ...]
+    ablations: Mapping[str, Mapping[str, Any]]
 
     def machine(self, device: str) -> Machine:
         """The device at hand; raises `UserError` or `MissingDependency` where there is none."""

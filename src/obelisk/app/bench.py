@@ -1,8 +1,9 @@
 """`obelisk bench`: named programs, ours beside numpy, torch and the program's own kernels.
 
-Takes names; gives one row per program with medians and spreads of one run, in which all contenders
-of a program were measured in the same rounds, and the geometric mean of the ratios. It promises
-that ratios are against the best of the baselines that ran, and that those that did not are named.
+Takes names and a device; gives one row per program with medians and spreads of one run, in which
+all contenders of a program were measured in the same rounds, and the geometric mean of the ratios.
+It promises that ratios are against the best of the baselines that ran and were right, and that
+those that did not or were not are named.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from obelisk.app.account import OP_BY_OP
-from obelisk.app.contenders import ALL
-from obelisk.app.pipeline import optimize
+from obelisk.app.backends import backend_of
+from obelisk.app.pipeline import optimize_given
 from obelisk.app.programs import PROGRAMS, PUBLISHED, find_program
 from obelisk.app.report import Report
-from obelisk.base.errors import ObeliskError
+from obelisk.base.errors import ObeliskError, UserError
 from obelisk.base.progress import Progress
 from obelisk.ir import DType
+from obelisk.search import read_candidates
 
 SCHEMA = 1
+# What a CUDA device is measured on where no names are given: the published programs, with a second
+# batch size where more rows or heads change what is best.
+CUDA_NAMES = (
+    "gqa", "gqa:8", "mqa", "mha", "qknorm", "qknorm:8", "rmsnorm", "rmsnorm:8", "gated_mlp", "lora",
+    "ntrans", "ntrans:8", "moe",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +64,20 @@ class BenchRow:
         return next((b.time_us for b in self.report.baselines if b.name == name), None)
 
     @property
+    def name(self) -> str:
+        """The program, and its batch where that is not 1."""
+        return self.program if self.batch == 1 else f"{self.program}:{self.batch}"
+
+    @property
+    def others(self) -> dict[str, float]:
+        """Times of all baselines that ran, but for the program's own kernels."""
+        rows = self.report.baselines if self.report else ()
+        return {b.name: b.time_us for b in rows if b.time_us is not None and b.name != OP_BY_OP}
+
+    @property
     def best_other(self) -> tuple[str, float] | None:
-        """The fastest of numpy and torch, or None when none ran."""
-        times = [(t, n) for n in ALL if (t := self.baseline(n)) is not None]
+        """The fastest of the others, or None when none ran."""
+        times = [(t, n) for n, t in self.others.items()]
         return (min(times)[1], min(times)[0]) if times else None
 
     @property
@@ -72,32 +91,58 @@ def run_bench(
     names: Sequence[str] = (),
     *,
     batch: int = 1,
-    dtype: str | DType = DType.F32,
+    dtype: str | DType | None = None,
     budget: float = 60.0,
     seed: int = 0,
     cache: bool = False,
+    device: str = "cpu",
+    candidates: Path | None = None,
     progress: Progress | None = None,
     each: Callable[[BenchRow], None] = lambda row: None,
 ) -> list[BenchRow]:
     """Optimize and time each program; `each` is called with a row as soon as it is known.
 
-    A program that fails is a row with its error. Raises `UnknownName` for a name that is not known.
+    A name is that of a program, or `NAME:BATCH`; all by default. `dtype` is the device's own unless
+    given. A folder of `candidates` (NAME_BATCH.json, by `obelisk search -o`) takes the search's
+    place. A program that fails is a row with its error. Raises `UnknownName` for a name that is not
+    known and `UserError` for a batch that is none.
     """
-    programs = [find_program(name) for name in names or PROGRAMS]
+    backend = backend_of(device)
+    usual = CUDA_NAMES if backend.name == "cuda" else tuple(PROGRAMS)
+    asked = [_split(name, batch) for name in names or usual]
+    programs = [(find_program(name), n) for name, n in asked]
     rows: list[BenchRow] = []
-    for program in programs:
-        graph = program.graph(batch, dtype)
+    for program, n in programs:
+        graph = program.graph(n, dtype or backend.dtype)
         kind = graph.inputs[0].dtype.value
         try:
-            best = optimize(
-                graph, budget=budget, seed=seed, cache=cache, baselines=ALL, progress=progress
+            stored = candidates / f"{program.name}_{n}.json" if candidates else None
+            best = optimize_given(
+                graph,
+                read_candidates(stored) if stored else None,
+                device=device,
+                budget=budget,
+                seed=seed,
+                cache=cache,
+                baselines=backend.rivals,
+                progress=progress,
             )
-            row = BenchRow(program.name, batch, kind, best.report)
+            row = BenchRow(program.name, n, kind, best.report)
         except ObeliskError as error:
-            row = BenchRow(program.name, batch, kind, None, f"{type(error).__name__}: {error}")
+            row = BenchRow(program.name, n, kind, None, f"{type(error).__name__}: {error}")
         rows.append(row)
         each(row)
     return rows
+
+
+def _split(name: str, batch: int) -> tuple[str, int]:
+    """`gqa:8` as a name and a batch; `batch` where it names none."""
+    word, colon, number = name.partition(":")
+    if not colon:
+        return word, batch
+    if not number.isdigit() or int(number) < 1:
+        raise UserError(f"{name!r}: expected NAME or NAME:BATCH, a batch of 1 or more")
+    return word, int(number)
 
 
 def geomean(values: Sequence[float]) -> float | None:
@@ -107,8 +152,8 @@ def geomean(values: Sequence[float]) -> float | None:
 
 def summarise(rows: Sequence[BenchRow]) -> dict[str, Any]:
     """Geometric means over all programs and over the published nine, and the worst ratio."""
-    ratios = {r.program: r.ratio for r in rows if r.ratio is not None}
-    nine = [ratio for name, ratio in ratios.items() if name in PUBLISHED]
+    ratios = {r.name: r.ratio for r in rows if r.ratio is not None}
+    nine = [r.ratio for r in rows if r.ratio is not None and r.program in PUBLISHED]
     own = [b / r.time_us for r in rows if r.time_us and (b := r.baseline(OP_BY_OP)) is not None]
     return {
         "geomean_all": geomean(list(ratios.values())),
@@ -133,7 +178,10 @@ def bench_json(rows: Sequence[BenchRow]) -> dict[str, Any]:
                 "batch": r.batch,
                 "dtype": r.dtype,
                 "time_us": r.time_us,
+                "spread_us": r.report.chosen.spread_us if r.report else None,
+                "floor_us": r.report.floor_us if r.report else None,
                 "best_other": r.best_other[0] if r.best_other else None,
+                "best_other_us": r.best_other[1] if r.best_other else None,
                 "ratio": r.ratio,
                 "error": r.error,
                 "report": r.report.to_json() if r.report else None,
@@ -146,8 +194,11 @@ def bench_json(rows: Sequence[BenchRow]) -> dict[str, Any]:
 
 def command(words: Sequence[str]) -> str:
     """The command line as anybody would type it again: where its output went plays no part."""
+    outputs = ("--json", "--chart")
     kept = [
-        w for i, w in enumerate(words) if w != "--json" and (i == 0 or words[i - 1] != "--json")
+        w
+        for i, w in enumerate(words)
+        if w not in outputs and (i == 0 or words[i - 1] not in outputs)
     ]
     return " ".join(["obelisk", *kept])
 

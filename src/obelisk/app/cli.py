@@ -18,9 +18,17 @@ from rich.text import Text
 from obelisk.app import bench as benching
 from obelisk.app import cli_family, search_bench
 from obelisk.app.account import OP_BY_OP
+from obelisk.app.backends import backend_of
+from obelisk.app.chart import chart
+from obelisk.app.cli_device import (
+    NoCountersOpt,
+    ablations,
+    build_command,
+    run_profile,
+    tune_command,
+)
 from obelisk.app.cli_mega import register as register_mega
 from obelisk.app.cli_search import MemoryOpt, WorkersOpt, run_search
-from obelisk.app.contenders import ALL
 from obelisk.app.display import (
     Display,
     print_report,
@@ -30,7 +38,8 @@ from obelisk.app.display import (
 )
 from obelisk.app.doctor import examine, obelisk_version
 from obelisk.app.judging import judge_entries, judgements_json, summary_line
-from obelisk.app.loading import graph_of, load_entries, load_program
+from obelisk.app.loading import graph_of, load_entries, load_for
+from obelisk.app.lowered import lowered_text
 from obelisk.app.pipeline import SPACE, optimize
 from obelisk.app.report import show_bytes, show_us
 from obelisk.base.errors import UserError
@@ -39,8 +48,6 @@ from obelisk.cache import Store
 from obelisk.ir.jsonform import to_json
 from obelisk.ir.svg import to_svg
 from obelisk.ir.text import to_text
-from obelisk.lower.cpu import lower_cpu, variants
-from obelisk.machine import find
 
 app = typer.Typer(
     name="obelisk",
@@ -78,9 +85,12 @@ ProgramArg = Annotated[
 ]
 BatchOpt = Annotated[int, typer.Option("--batch", min=1, help="Batch size of a named program.")]
 DTypeOpt = Annotated[
-    str | None, typer.Option("--dtype", help="f32 (the default on a CPU), f16, bf16 or f64.")
+    str | None, typer.Option("--dtype", help="f32 (default on a CPU), f16 (on a GPU), bf16 or f64.")
 ]
-DeviceOpt = Annotated[str, typer.Option("--device", help="cpu: this machine.")]
+DeviceOpt = Annotated[
+    str, typer.Option("--device", help="cpu: this machine; cuda or cuda:N: its GPU.")
+]
+MORE = {"allow_extra_args": True, "ignore_unknown_options": True}  # for --no-NAME
 BudgetOpt = Annotated[
     float,
     typer.Option("--budget", parser=parse_seconds, metavar="TIME", help="60s, 2m, 500ms, ..."),
@@ -111,8 +121,9 @@ def _write_json(path: Path | None, data: Any) -> None:
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-@app.command("optimize")
+@app.command("optimize", context_settings=MORE)
 def optimize_command(
+    context: typer.Context,
     program: ProgramArg,
     batch: BatchOpt = 1,
     dtype: DTypeOpt = None,
@@ -138,7 +149,11 @@ def optimize_command(
         ),
     ] = None,
 ) -> None:
-    """Find the fastest kernels for a program, prove them right, and measure them."""
+    """Find the fastest kernels for a program, prove them right, and measure them.
+
+    --no-NAME leaves a decision of the lowering out, to see what it brings (docs/cli.md).
+    """
+    without = ablations(context.args)
     symbolic = cli_family.asked(program, family, batch, dtype, device, report, save)
     if symbolic is not None:
         cli_family.run_family(
@@ -149,7 +164,7 @@ def optimize_command(
             write=lambda data: _write_json(json_file, data),
         )
         return
-    graph = load_program(program, batch, dtype)
+    graph = load_for(program, device, batch, dtype)
     with Display() as progress:
         best = optimize(
             graph,
@@ -157,6 +172,7 @@ def optimize_command(
             budget=budget,
             seed=seed,
             cache=not no_cache,
+            without=without,
             progress=progress,
         )
     print_report(best.report, to_text(best.graph), stdout())
@@ -167,12 +183,19 @@ def optimize_command(
         best.save(save)
 
 
-@app.command()
+@app.command(context_settings=MORE)
 def show(
+    context: typer.Context,
     program: ProgramArg,
     batch: BatchOpt = 1,
     dtype: DTypeOpt = None,
-    lowered: Annotated[bool, typer.Option("--lowered", help="Show the generated C.")] = False,
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="Show the scheduled tile program.")
+    ] = False,
+    code: Annotated[bool, typer.Option("--code", help="Show the generated text.")] = False,
+    target: Annotated[
+        str, typer.Option("--target", "--device", help="cpu, or a machine: h200, sm_90a, ...")
+    ] = "cpu",
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture.")
     ] = None,
@@ -181,20 +204,19 @@ def show(
     ] = None,
     json_file: JsonOpt = None,
 ) -> None:
-    """Show graphs as text, as generated code, or as a picture."""
+    """Show graphs as text, as scheduled tile programs, as generated code, or as a picture."""
+    without = ablations(context.args)
     entries = load_entries(program, batch, dtype)
     if index is not None:
         if index >= len(entries):
             raise UserError(f"{program} has graphs 0 to {len(entries) - 1}, got --index {index}")
         entries = [entries[index]]
-    if (svg or lowered) and len(entries) != 1:
+    if (svg or lowered or code) and len(entries) != 1:
         raise UserError(f"{program} holds {len(entries)} graphs: choose one with --index")
     if svg is not None:
         svg.write_text(to_svg(graph_of(entries[0])), encoding="utf-8")
-    if lowered:
-        machine = find("cpu")
-        graph = graph_of(entries[0])
-        typer.echo(lower_cpu(graph, machine, variants(graph, machine)[0]).source)
+    if lowered or code:
+        typer.echo(lowered_text(graph_of(entries[0]), target, without, lowered, code))
     elif svg is None or json_file is not None:
         for entry in entries:
             if entry.graph is None:
@@ -310,15 +332,25 @@ def bench_command(
     ] = None,
     batch: BatchOpt = 1,
     dtype: DTypeOpt = None,
+    device: DeviceOpt = "cpu",
     budget: BudgetOpt = 60.0,
     seed: SeedOpt = 0,
     json_file: JsonOpt = None,
+    chart_file: Annotated[
+        Path | None, typer.Option("--chart", metavar="FILE.svg", help="Draw the times.")
+    ] = None,
+    candidates: Annotated[
+        Path | None,
+        typer.Option(
+            "--candidates", metavar="DIR", help="Take NAME_BATCH.json of `search -o` from there."
+        ),
+    ] = None,
     search_only: Annotated[
         bool, typer.Option("--search", help="Only search: states, seconds, memory, structures.")
     ] = False,
     workers: WorkersOpt = None,
 ) -> None:
-    """Time the named programs beside numpy, torch eager, torch.compile and SDPA."""
+    """Time the named programs (NAME or NAME:BATCH) beside numpy, torch and kernel libraries."""
     console = stdout()
     if search_only:
         rows_found = search_bench.run_search_bench(
@@ -332,17 +364,18 @@ def bench_command(
         )
         _write_json(json_file, search_bench.search_json(rows_found))
         return
-    columns = (OP_BY_OP, *ALL)
+    columns = (OP_BY_OP, *backend_of(device).rivals)
 
     def row_of(row: benching.BenchRow) -> list[str]:
         if row.report is None:
-            return [row.program, "-", row.error, *[""] * len(columns)]
+            return [row.name, "-", "-", row.error, *[""] * len(columns)]
         ratio = f"{row.ratio:.2f}" if row.ratio else "-"
         spread = row.report.chosen.spread_us
         return [
-            row.program,
+            row.name,
             f"{show_us(row.time_us)} ± {show_us(spread)}",
             ratio,
+            show_us(row.report.floor_us),
             *(show_us(row.baseline(name)) for name in columns),
         ]
 
@@ -350,18 +383,108 @@ def bench_command(
         rows = benching.run_bench(
             names or (),
             batch=batch,
-            dtype=dtype or "f32",
+            dtype=dtype,
             budget=budget,
             seed=seed,
+            device=device,
+            candidates=candidates,
             progress=progress,
             each=lambda row: progress.print(console, Text("  ".join(row_of(row)))),
         )
-    console.print(rows_table(("program", "obelisk", "ratio", *columns), map(row_of, rows)))
+    console.print(rows_table(("program", "obelisk", "ratio", "floor", *columns), map(row_of, rows)))
     for name, value in benching.summarise(rows).items():
         console.print(f"{name}: {value:.3f}" if value is not None else f"{name}: -")
     _write_json(json_file, benching.bench_json(rows))
+    if chart_file is not None:
+        chart_file.write_text(chart(rows), encoding="utf-8")
     if any(row.report is None for row in rows):
         raise typer.Exit(1)
+
+
+@app.command("build", context_settings=MORE)
+def build(
+    context: typer.Context,
+    program: ProgramArg,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where everything is written.")
+    ],
+    target: Annotated[
+        str, typer.Option("--target", help="A CUDA machine or architecture: sm_90a, h200, ...")
+    ] = "sm_90a",
+    batch: BatchOpt = 1,
+    dtype: DTypeOpt = None,
+    search_seconds: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="Search so long first.")
+    ] = None,
+    seed: SeedOpt = 0,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every lowering choice, not only the default.")
+    ] = False,
+    json_file: JsonOpt = None,
+) -> None:
+    """Write source, cubins and a table of what they use; needs no GPU.
+
+    PROGRAM may be a file that `search -o` wrote. Exit code 1 if a kernel breaks a limit or fails.
+    """
+    rows, data = build_command(
+        program,
+        target,
+        output,
+        batch=batch,
+        dtype=dtype,
+        budget=None if search_seconds is None else parse_seconds(search_seconds),
+        seed=seed,
+        every=every,
+        without=ablations(context.args),
+    )
+    _write_json(json_file, data)
+    if any(r.status in ("failed", "over the limit") for r in rows):
+        raise typer.Exit(1)
+
+
+@app.command("tune", context_settings=MORE)
+def tune(
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="What `search -o` wrote.")],
+    device: DeviceOpt = "cpu",
+    budget: BudgetOpt = 60.0,
+    seed: SeedOpt = 0,
+    json_file: JsonOpt = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Export the compiled program.")
+    ] = None,
+) -> None:
+    """Judge, build and measure candidates that were searched elsewhere."""
+    best = tune_command(
+        file, device, budget=budget, seed=seed, save=save, without=ablations(context.args)
+    )
+    _write_json(json_file, best.report.to_json())
+
+
+@app.command("profile")
+def profile_command(
+    what: Annotated[
+        str, typer.Argument(metavar="RESULT|PROGRAM", help="What --save wrote, or a program.")
+    ],
+    batch: BatchOpt = 1,
+    dtype: DTypeOpt = None,
+    device: DeviceOpt = "cpu",
+    budget: BudgetOpt = 60.0,
+    seed: SeedOpt = 0,
+    no_counters: NoCountersOpt = False,
+    json_file: JsonOpt = None,
+) -> None:
+    """Show where a call's time goes, kernel by kernel."""
+    found = run_profile(
+        what,
+        device,
+        batch=batch,
+        dtype=dtype,
+        budget=budget,
+        seed=seed,
+        counters=not no_counters,
+    )
+    _write_json(json_file, found.to_json())
 
 
 @app.command()

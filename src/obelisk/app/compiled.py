@@ -85,6 +85,7 @@ class Compiled:
         self._artifact = artifact
         self._runner = backend_of(artifact.backend).runner(artifact, path_of)
 
+    artifact = property(lambda self: self._artifact, doc="All parts, as they are stored.")
     program = property(lambda self: self._artifact.program, doc="The program as it was given.")
     graph = property(lambda self: self._artifact.graph, doc="The chosen graph.")
     verdict = property(lambda self: self._artifact.verdict, doc="What the judges said of it.")

@@ -26,14 +26,14 @@ from obelisk.app.loading import load_for
 from obelisk.app.report import Report, SearchRow, count_failures
 from obelisk.app.request import Request, make_request
 from obelisk.app.storage import fetch, keep, key_of
-from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError
+from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError, UserError
 from obelisk.base.log import logger
 from obelisk.base.progress import Progress, Silent
 from obelisk.base.settings import settings, usable_cores
 from obelisk.ir import Graph, KernelGraph
 from obelisk.ir.resize import blocks_of
 from obelisk.machine import estimate
-from obelisk.search import Budget, Candidate, SearchStats, Space, search
+from obelisk.search import Budget, Candidate, CandidateFile, SearchStats, Space, search
 from obelisk.tune import Measured, TuneItem, TuneReport, tune
 from obelisk.tune import Status as TuneStatus
 from obelisk.verify import Verdict, VerdictKind, Verifier
@@ -91,6 +91,7 @@ def optimize(
     verify_level: str = "full",
     baselines: Sequence[str] | None = None,
     threads: int | None = None,
+    without: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Compiled:
     """The fastest kernels for a program that were found, judged equal and measured on this machine.
@@ -107,6 +108,8 @@ def optimize(
         verify_level: "full" (small and full size) or "quick" (small sizes only).
         baselines: what to measure beside it, of `contenders.ALL` or `contenders_cuda.RIVALS`; what
             is missing is said so. By default the few that start quickly.
+        without: decisions of the lowering to leave out, to see what they bring: of the back end's
+            `ablations` (docs/cli.md).
         threads: how many the kernels use; by default `OBELISK_THREADS`, else all cores.
         progress: gets the counts of each stage.
 
@@ -118,18 +121,62 @@ def optimize(
     if isinstance(program, str):
         program = load_for(program, device)
     graph = program.freeze() if isinstance(program, KernelGraph) else program
+    return optimize_given(
+        graph,
+        None,
+        device=device,
+        budget=budget,
+        seed=seed,
+        cache=cache,
+        verify_level=verify_level,
+        baselines=baselines,
+        threads=threads,
+        without=without,
+        progress=progress,
+    )
+
+
+def optimize_given(
+    graph: Graph,
+    found: CandidateFile | None,
+    *,
+    device: str = "cpu",
+    budget: float = 60.0,
+    seed: int = 0,
+    cache: bool = True,
+    verify_level: str = "full",
+    baselines: Sequence[str] | None = None,
+    threads: int | None = None,
+    without: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Compiled:
+    """`optimize` on candidates that were found elsewhere, instead of a search (None: search).
+
+    They are judged, built and measured here like any others; the cache is left alone. Raises
+    `UserError` for candidates of another program, and what `optimize` raises.
+    """
     request = make_request(
         graph,
         device,
         budget,
         seed,
-        cache,
+        cache and found is None,
         verify_level,
         None if baselines is None else tuple(baselines),
         settings().threads if threads is None else threads,
         SPACE,
+        tuple(without),
     )
-    return _Run(request, progress or Silent()).result()
+    run = _Run(request, progress or Silent())
+    if found is not None:
+        if found.program.digest != graph.digest:
+            raise UserError(f"the candidates are of {found.program.name}, not of {graph.name}")
+        machine = request.machine
+        run.given = tuple(
+            Candidate(c.graph, estimate(c.graph, machine), c.note) for c in found.candidates[1:]
+        )
+        run.notes.append(f"candidates were found for {found.machine}, not searched here")
+    return run.result()
 
 
 @dataclass
@@ -153,6 +200,7 @@ class _Run:
     stats: SearchStats = field(default_factory=SearchStats)
     notes: list[str] = field(default_factory=list)
     interrupts: int = 0
+    given: tuple[Candidate, ...] | None = None  # found elsewhere: nothing is searched
 
     def result(self) -> Compiled:
         """Answer from the cache, or run the stages."""
@@ -222,6 +270,9 @@ class _Run:
 
     def _search(self) -> None:
         request = self.request
+        if self.given is not None:
+            self.candidates.extend(self.given)
+            return
         try:
             found = search(
                 request.program,
@@ -291,7 +342,7 @@ class _Run:
         """
         request, backend = self.request, self.request.backend
         try:
-            options = backend.options(graph, request.machine)
+            options = request.options(graph)
             if choice >= len(options):
                 return None
             made = backend.lower(graph, request.machine, options[choice])
@@ -314,7 +365,7 @@ class _Run:
     def _choices(self, graph: Graph) -> int:
         """How many lowering choices a graph has; 0 where it cannot be lowered."""
         try:
-            return len(self.request.backend.options(graph, self.request.machine))
+            return len(self.request.options(graph))
         except Exception:  # counted where the default choice is lowered
             return 0
 
@@ -507,6 +558,7 @@ class _Run:
             choice=tuned.reason if tuned else "nothing was measured",
             notes=(*self.notes, *_notes(tuned)),
             interrupted=self.interrupts > 0,
+            floor_us=_floor_us(request.program, tuned.bandwidth if tuned else None),
         )
         return Artifact(
             program=request.program,
@@ -571,6 +623,13 @@ def sizes_of(graph: Graph) -> str:
         loop = f" loop {block.loop}" if block.loop > 1 else ""
         words.append(f"grid {'x'.join(map(str, block.grid))}{loop}")
     return ", ".join(words)
+
+
+def _floor_us(program: Graph, bandwidth: float | None) -> float | None:
+    """Microseconds to read the inputs and write the outputs once."""
+    if bandwidth is None:
+        return None
+    return sum(n.nbytes for n in (*program.inputs, *program.outputs)) / bandwidth * 1e6
 
 
 def _notes(tuned: TuneReport | None) -> tuple[str, ...]:

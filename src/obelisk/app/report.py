@@ -78,9 +78,11 @@ class SearchRow:
 class Report:
     """The account of one run.
 
-    `stages` are seconds by stage, `failures` how many candidates or lowerings fell, by reason;
-    `choice` says why the answer was chosen, `notes` what else a reader of the times must know;
-    `interrupted` is true when the user stopped the run; `environment` is what the times depend on.
+    `floor_us` is the least time that the device's measured bandwidth allows for the program's
+    inputs and outputs, read and written once (None where it was not measured). `stages` are seconds
+    by stage, `failures` how many candidates or lowerings fell, by reason; `choice` says why the
+    answer was chosen, `notes` what else a reader of the times must know; `interrupted` is true when
+    the user stopped the run; `environment` is what the times depend on.
     """
 
     program: str
@@ -99,6 +101,7 @@ class Report:
     notes: tuple[str, ...] = ()
     cached: bool = False
     interrupted: bool = False
+    floor_us: float | None = None
 
     @property
     def chosen(self) -> CandidateRow:
@@ -153,6 +156,7 @@ class Report:
             "notes": list(self.notes),
             "cached": self.cached,
             "interrupted": self.interrupted,
+            "floor_us": self.floor_us,
             "seed": self.seed,
             "budget_seconds": self.budget_seconds,
             "seconds": self.seconds,
@@ -190,6 +194,7 @@ class Report:
             notes=tuple(data["notes"]),
             cached=data["cached"],
             interrupted=data["interrupted"],
+            floor_us=data.get("floor_us"),
         )
 
     def from_cache(self) -> Report:

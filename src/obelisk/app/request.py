@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from obelisk.app.backends import Backend, backend_of
 from obelisk.base.errors import UnknownName, UserError
@@ -29,6 +31,7 @@ class Request:
         space: what is searched.
         backend: what lowers, builds, measures and calls for the device.
         toolchain: what builds the kernels, in words.
+        without: decisions of the lowering that are left out.
     """
 
     program: Graph
@@ -43,6 +46,27 @@ class Request:
     space: Space
     backend: Backend
     toolchain: str
+    without: tuple[str, ...] = ()
+
+    def options(self, graph: Graph) -> list[Any]:
+        """The lowering choices for a graph, the default first, without what is to be left out."""
+        return restricted(self.backend, self.backend.options(graph, self.machine), self.without)
+
+
+def restricted(backend: Backend, options: Sequence[Any], without: Sequence[str]) -> list[Any]:
+    """Lowering choices with some decisions forced off; equal ones are one.
+
+    Raises `UserError` for a decision that the back end does not take.
+    """
+    changes: dict[str, Any] = {}
+    for name in without:
+        if name not in backend.ablations:
+            raise UserError(
+                f"the lowering for {backend.name} has no decision {name!r} to leave out: it has "
+                f"{', '.join(backend.ablations)}"
+            )
+        changes |= backend.ablations[name]
+    return list(dict.fromkeys(replace(o, **changes) for o in options)) if changes else list(options)
 
 
 def make_request(
@@ -55,11 +79,13 @@ def make_request(
     baselines: tuple[str, ...] | None,
     threads: int,
     space: Space,
+    without: tuple[str, ...] = (),
 ) -> Request:
     """Check every part; raises `UnknownName` or `UserError` naming the part and what is allowed,
     and `MissingDependency` where there is no compiler. Without `baselines`: the back end's own.
     """
     backend = backend_of(device)
+    restricted(backend, (), without)
     if not budget > 0:
         raise UserError(f"budget is {budget} s, expected more than 0")
     if verify_level not in LEVELS:
@@ -79,4 +105,5 @@ def make_request(
         space,
         backend,
         backend.toolchain(),
+        without,
     )

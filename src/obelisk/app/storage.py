@@ -23,6 +23,7 @@ def key_of(request: Request) -> CacheKey:
         "seed": request.seed,
         "threads": request.threads,
         "baselines": request.baselines,
+        "without": request.without,
     }
     return cache_key(
         request.program,

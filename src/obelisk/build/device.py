@@ -214,6 +214,12 @@ class CudaLibrary:
         )
         return int(found)
 
+    def registers(self, number: int) -> int:
+        """Registers of a thread of kernel `number`."""
+        kind = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        found = self._cu.cuFuncGetAttribute(kind, self._functions[number])
+        return int(check(found, "asking for the registers"))
+
     def prepare(self, scratch: int, stream: int = 0) -> None:
         """Zero the counters in a scratch memory that is used for the first time."""
         self.zero(scratch + self._counters, stream)

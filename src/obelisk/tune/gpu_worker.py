@@ -27,6 +27,7 @@ from obelisk.tune.worker import Refused, put_results, serve, specs_of
 CONTEXT_LOST = 71  # exit code; the tuner reads the reason from what was printed
 _WINDOW = 1 << 20  # bytes at either end of an input that are looked at after a call
 _GARBAGE = 0xFF
+_COPY, _COPIES = 1 << 30, 9  # bytes of a copy that measures bandwidth, and how many of them
 
 
 class DeviceArray:
@@ -247,6 +248,61 @@ class GpuWorker:
         for address, got in zip(self.private, shared, strict=True):
             self.down(got, address)
         return {"code": 0}
+
+    def do_ceiling(self) -> dict[str, Any]:
+        """Bytes per second that a copy in device memory moves, read and written: a median."""
+        source, target = self.memory(_COPY), self.memory(_COPY)
+        rates: list[float] = []
+        check(self.cu.cuMemsetD8(source, 1, _COPY), "filling")
+        for _ in range(_COPIES):
+            self.cu.cuEventRecord(self.events[0], self.stream)
+            check(self.cu.cuMemcpyDtoDAsync(target, source, _COPY, self.stream), "copying")
+            self.cu.cuEventRecord(self.events[1], self.stream)
+            self.sync("copying")
+            rates.append(2 * _COPY / self._elapsed())
+        for address in (source, target):
+            check(self.cu.cuMemFree(address), "giving memory back")
+        return {"bandwidth": sorted(rates)[_COPIES // 2]}
+
+    def do_profile(self, key: int, rounds: int) -> dict[str, Any]:
+        """Each launch alone, recorded once for every copy of the inputs: seconds of each, and what
+        the device says of its kernel. A launch reads what the whole call left in scratch memory.
+        """
+        library, scratch = self.libraries[key], self.scratch[key]
+        whole = [library.bind(copy, self.private, scratch) for copy in self.copies]
+        library.issue(whole[0], self.stream)
+        self.sync("running the kernels")
+        rows: list[dict[str, Any]] = []
+        for number, launch in enumerate(library.module.launches):
+            calls = [library.bind(copy, self.private, scratch, only=number) for copy in self.copies]
+            graph = library.record(calls, self.stream)
+            samples = self._replayed(graph.replay, rounds)
+            graph.close()
+            kernel = library.module.kernels[launch.kernel]
+            rows.append(
+                {
+                    "launch": number, "kernel": launch.kernel, "seconds": samples,
+                    "resident": library.resident_blocks(launch.kernel),
+                    "registers": library.registers(launch.kernel), "blocks": kernel.blocks,
+                    "threads": kernel.threads, "shared": kernel.shared, "origin": launch.origin,
+                }
+            )  # fmt: skip
+        graph = library.record(whole, self.stream)
+        samples = self._replayed(graph.replay, rounds)
+        graph.close()
+        return {"launches": rows, "seconds": samples}
+
+    def _replayed(self, replay: Callable[[int], Any], rounds: int) -> list[float]:
+        """Seconds of one call, of each of some replays after two that warm up."""
+        out: list[float] = []
+        for turn in range(rounds + 2):
+            self.cu.cuEventRecord(self.events[0], self.stream)
+            replay(self.stream)
+            self.cu.cuEventRecord(self.events[1], self.stream)
+            self.sync("running the kernels")
+            if turn >= 2:
+                out.append(self._elapsed() / len(self.copies))
+        return out
 
     def answer(self, do: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """One command. What fails is refused; what cost the context ends the process."""

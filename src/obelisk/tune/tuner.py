@@ -132,6 +132,7 @@ class _Tuning:
         self.generation = 0  # of that worker
         self.after_python = False
         self.notes: list[str] = []
+        self.bandwidth: float | None = None
 
     def report(self, budget: float, limit: float) -> TuneReport:
         start = time.monotonic()
@@ -162,7 +163,8 @@ class _Tuning:
             contenders=tuple(self._measured(s) for s in self.states[n:]),
             winner=winner, reason=reason, cache_state=self.cache_state, copies=self.copies,
             input_scale=self.scale, threads=self.threads, seed=self.seed,
-            seconds=time.monotonic() - start, interrupted=interrupted, notes=tuple(self.notes),
+            seconds=time.monotonic() - start, interrupted=interrupted,
+            bandwidth=self.bandwidth, notes=tuple(self.notes),
         )  # fmt: skip
 
     # --- checks ---
@@ -289,6 +291,8 @@ class _Tuning:
         for key in range(n, len(self.states)):
             self._admit(bench, key)
         bench.child.start()
+        if self.rig.on_device and self.bandwidth is None:
+            self._measure_bandwidth(bench)
         deadline = time.monotonic() + budget
         for key, state in enumerate(self.states):
             pinned = key == 0 or key >= n  # what others are compared with always gets a time
@@ -314,6 +318,12 @@ class _Tuning:
         if self.copies == 1:
             self._choose_copies()
         bench.child.stop()
+
+    def _measure_bandwidth(self, bench: Bench) -> None:
+        try:
+            self.bandwidth = float(bench.child.ask(_COPY_SECONDS, "ceiling")["bandwidth"])
+        except Fallen as e:
+            self.notes.append(f"the device's bandwidth was not measured: {e.detail}")
 
     def _choose_copies(self) -> None:
         """Decide which cache state is measured, by inputs and last-level cache."""

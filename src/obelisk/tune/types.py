@@ -158,6 +158,7 @@ class TuneReport:
         input_scale: standard deviation of the random inputs (below 1 where the program overflows at
             1).
         threads, seed, seconds: as asked, and wall time of the whole tuning.
+        bandwidth: bytes per second that a copy in device memory reached; None on a CPU.
         interrupted: the user stopped it; the result is the best so far.
         notes: anything else the reader of the numbers must know.
     """
@@ -174,6 +175,7 @@ class TuneReport:
     seed: int
     seconds: float
     interrupted: bool = False
+    bandwidth: float | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
