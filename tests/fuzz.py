@@ -6,7 +6,8 @@ dies or hangs is a failure of the graph it was at, and the others go on in a new
 summary and, for each failure, the command that repeats it. Exit code 1 when anything failed.
 
 `--stage lower` leaves out search, verify and tune: it lowers and builds the plain program, with
-lowering options drawn from the seed. `--stage interpret` runs the interpreter alone. `--graph S`
+lowering options drawn from the seed. `--stage triton` lowers to Triton and runs that in Triton's
+interpreter (slow). `--stage interpret` runs our interpreter alone. `--graph S`
 runs one graph and says which of its values is the first that is wrong by itself.
 """
 
@@ -39,7 +40,7 @@ from tests.fuzz_graphs import arrays_for, random_program, worst_error
 
 ROOT = Path(__file__).resolve().parents[1]
 Result = tuple[list[Any], dict[str, int]]  # outputs, and candidates by their status
-STAGES = ("optimize", "lower", "interpret")
+STAGES = ("optimize", "lower", "triton", "interpret")
 BAD = frozenset({"crash", "hang", "wrong", "incomplete", "overrun", "stale", "unloadable"})
 
 
@@ -114,6 +115,22 @@ def run_lowered(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
     return [o.copy() for o in outs], {}
 
 
+def run_triton(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
+    """The plain program in Triton, with lowering options drawn from the seed."""
+    from obelisk.lower.triton import TritonOptions, lower_triton
+    from obelisk.machine import find
+    from tests.triton_interpreter import Interpreter
+
+    rng = random.Random(seed)
+    options = TritonOptions(warps=rng.choice((0, 4, 8)), loop_scale=rng.choice((0, 1, 2)))
+    machine = find(rng.choice(("h200", "rtx3090")))
+    module = lower_triton(graph, machine, options)
+    if lower_triton(graph, machine, options) != module:
+        raise InternalError("lowering the same graph twice gave two texts")
+    with tempfile.TemporaryDirectory() as folder:
+        return Interpreter(Path(folder)).run(module, graph, arrays), {}
+
+
 def run_optimized(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
     """The public way: `obelisk.optimize`, then a call; candidates that misbehaved are errors."""
     import obelisk
@@ -133,6 +150,7 @@ def run_optimized(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Resul
 RUNNERS: dict[str, Callable[[Graph, list[Any], int, Job], Result]] = {
     "interpret": run_interpret,
     "lower": run_lowered,
+    "triton": run_triton,
     "optimize": run_optimized,
 }
 
@@ -213,6 +231,12 @@ def child_command(seeds: Sequence[int], job: Job) -> list[str]:
     return [sys.executable, "-m", "tests.fuzz", "--child", listed, *options]
 
 
+def environment(job: Job) -> dict[str, str]:
+    """What children see; Triton decides at import whether it interprets."""
+    more = {"TRITON_INTERPRET": "1"} if job.stage == "triton" else {}
+    return {**os.environ, "OBELISK_CACHE": job.cache, **more}
+
+
 def run_batch(
     seeds: Sequence[int],
     job: Job,
@@ -224,7 +248,7 @@ def run_batch(
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
                 command(left, job), cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
-                start_new_session=True, env={**os.environ, "OBELISK_CACHE": job.cache},
+                start_new_session=True, env=environment(job),
             )  # fmt: skip
             hung = yield from _follow(process, left, job)
             if left and not hung:  # it ended early: the graph that it was at is to blame

@@ -21,11 +21,11 @@ import numpy as np
 from obelisk.base.errors import Infeasible
 from obelisk.ir import DType, Graph, KernelGraph, Precision, random_inputs, run
 from obelisk.lower.cuda.options import Place
-from obelisk.lower.triton import TritonKernel, TritonModule, TritonOptions, lower_triton
+from obelisk.lower.triton import TritonKernel, TritonModule, lower_triton
 from obelisk.machine import find
 from tests import strategies
 from tests.cuda_graphs import attention, fused
-from tests.fuzz_graphs import arrays_for, random_program, worst_error
+from tests.fuzz_graphs import random_program, worst_error
 from tests.lowering import RELATIVE, largest_error, strided
 
 GUARD = 64  # bytes around each output that must stay as they were
@@ -107,16 +107,25 @@ def error_of(got: Sequence[Any], graph: Graph, arrays: Sequence[Any]) -> float:
     """The worst error of all outputs against float64, in units of what is allowed."""
     exact, working = run(graph, list(arrays)), run(graph, list(arrays), Precision.WORKING)
     worst = 0.0
-    # The interpreter cuts f32 off to bf16, where a device rounds.
-    share = 0.5 if any(n.dtype is DType.BF16 for n in graph.nodes) else 1.0
     for g, e, w, node in zip(got, exact, working, graph.outputs, strict=True):
         if node.dtype is DType.F8E4M3:
             worst = max(worst, largest_error(g, w) / RELATIVE[node.dtype])
             continue
         if not node.dtype.is_float:  # integers wrap as their type does, in both
             e = w
-        worst = max(worst, share * worst_error(g, e, w, node.dtype))
+        worst = max(worst, worst_error(g, e, w, node.dtype))
     return worst
+
+
+def whole_error(got: Any, want: Any) -> float:
+    """The relative error of an output vector, in units of what is allowed; infinite where an
+    element is not finite.
+    """
+    limit = 2e-3 if got.dtype == DType.F16.numpy else 1.2e-2
+    g = np.asarray(got, np.float64)
+    if not np.isfinite(g).all():
+        return float("inf")
+    return float(np.linalg.norm(g - want) / np.linalg.norm(want)) / limit
 
 
 # --- sets of graphs -------------------------------------------------------------------------------
@@ -153,8 +162,8 @@ def found() -> Iterator[Graph]:
 
     for name in ("gqa", "rmsnorm", "lora", "gated_mlp", "attention", "ntrans"):
         graph = small_program(name, "f16")
-        found = search(graph, find("h200"), budget=Budget(seconds=30.0, states=4000))
-        yield from (c.graph for c in found.candidates[1:5])
+        found = search(graph, find("h200"), budget=Budget(seconds=30.0, states=1500))
+        yield from (c.graph for c in found.candidates[1:4])
 
 
 def blocks() -> Iterator[Graph]:
@@ -165,8 +174,8 @@ def blocks() -> Iterator[Graph]:
     for graph in fused().values():
         if sum(n.elements for n in graph.inputs) < 200_000:
             yield graph
-    yield from (strategies.blocked_pair(i).candidate for i in range(30))
-    for i in range(20):
+    yield from (strategies.blocked_pair(i).candidate for i in range(16))
+    for i in range(10):
         graph = strategies.block_zoo(i)
         if all(n.dtype is not DType.I4 for n in graph.inputs):
             yield graph
@@ -217,11 +226,9 @@ def inputs_of(name: str, graph: Graph) -> Iterator[list[Any]]:
         yield from (scored(graph, peak) for peak in PEAKS)
         return
     scale = 0.3 if name in ("programs", "found") else 1.0
-    for arrays in [random_inputs(graph, 7, scale)]:
-        # Where strides let elements share memory, the values are what memory then holds.
-        yield [
-            np.array(strided(a, n.attrs.strides)) for a, n in zip(arrays, graph.inputs, strict=True)
-        ]
+    arrays = random_inputs(graph, 7, scale)
+    # Where strides let elements share memory, the values are what memory then holds.
+    yield [np.array(strided(a, n.attrs.strides)) for a, n in zip(arrays, graph.inputs, strict=True)]
 
 
 def numbered(name: str) -> Iterator[Graph]:
@@ -236,19 +243,19 @@ def numbered(name: str) -> Iterator[Graph]:
 def main(names: Sequence[str]) -> None:
     """Run sets; a graph that raises is a line too."""
     machine = find("h200")
-    options = TritonOptions(loop_scale=2) if os.environ.get("OBELISK_TEST_SCALE") else None
     with tempfile.TemporaryDirectory() as folder:
         interpreter = Interpreter(Path(folder))
         for name in names:
             for i, graph in enumerate(numbered(name)):
                 line: dict[str, Any] = {"set": name, "graph": f"{i} {graph.name}"}
                 try:
-                    module = lower_triton(graph, machine, *([options] if options else []))
+                    module = lower_triton(graph, machine)
                     worst = 0.0
-                    sets = [arrays_for(graph, i)] if name[:7] == "random:" else None
-                    for arrays in sets or inputs_of(name, graph):
+                    for arrays in inputs_of(name, graph):
                         got = interpreter.run(module, graph, arrays)
                         worst = max(worst, error_of(got, graph, arrays))
+                        if name == "scores":
+                            worst = max(worst, whole_error(got[0], run(graph, arrays)[0]))
                     line["error"] = worst
                 except Infeasible as reason:
                     line["infeasible"] = str(reason)

@@ -174,7 +174,7 @@ class _Builds:
         try:
             os.rename(job.work, job.home)
         except OSError:
-            if not (job.home / "kernel.cubin").is_file():  # not merely that another was first
+            if self.found(job.kernel) is None:  # not merely that another was first
                 shutil.rmtree(job.home, ignore_errors=True)
                 os.rename(job.work, job.home)
         return _facts(job.home, seconds, False)
@@ -203,12 +203,14 @@ class _Builds:
         self, child: _Child, left: deque[_Job], out: list[TritonCubin | BuildFailed], errors: Path
     ) -> None:
         """Take a child's answers until it ends; whatever it was at when it fails is to blame."""
-        wait = START_SECONDS + self.timeout
+        ready = False
         while left:
             begin = time.monotonic()
             log, ended = "", True
             try:
-                answer = child.answer(wait)
+                if not ready:  # its first line says that it has imported the compiler
+                    ready = child.answer(START_SECONDS) is not None
+                answer = child.answer(self.timeout)
                 ended = answer is None
                 reason = f"Triton's compiler ended with {child.end()}" if ended else ""
                 log = errors.read_text(encoding="utf-8", errors="replace") if ended else ""
@@ -224,7 +226,6 @@ class _Builds:
                 shutil.rmtree(job.work, ignore_errors=True)
             if ended:
                 return
-            wait = self.timeout
 
 
 class _Child:

@@ -79,7 +79,11 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """All jobs, one after the other; a failure ends none of the others."""
-    for job in json.load(sys.stdin):
+    jobs = json.load(sys.stdin)
+    import triton.compiler  # here, so that no job's time limit counts it
+
+    print(MARK + json.dumps({"version": triton.__version__}), flush=True)
+    for job in jobs:
         try:
             answer = build(job)
         except BaseException as error:  # the compiler raises of every kind; the parent counts them

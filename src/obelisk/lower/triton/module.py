@@ -22,7 +22,7 @@ from obelisk.lower.program import _Program
 from obelisk.lower.schedule import flatten
 from obelisk.lower.tile import Binding, Call, Chain, Kernel, TensorKind, View
 from obelisk.lower.triton import default
-from obelisk.lower.triton.names import ELEMENT, KIND_TYPE, literal
+from obelisk.lower.triton.names import KIND_TYPE, indented, literal, stored
 from obelisk.lower.triton.options import TritonKernel, TritonModule, TritonOptions
 from obelisk.lower.triton.prelude import prelude
 from obelisk.lower.triton.products import Products
@@ -80,8 +80,7 @@ def fill_text(kernel: Kernel) -> tuple[list[str], int]:
     else:
         kind = kind_of(dtype)
         value = f"tl.full([{FILL}], {literal(code.value, kind)}, {KIND_TYPE[kind]})"
-        if ELEMENT[dtype] != KIND_TYPE[kind]:
-            value = f"{value}.to({ELEMENT[dtype]})"
+        value = stored(value, dtype)
     lines.append(f"tl.store(y0 + i, {value}, mask=i < {total})")
     return lines, -(-total // FILL)
 
@@ -93,7 +92,7 @@ def module_text(params: list[str], title: str, body: list[str]) -> str:
         f"def {ENTRY}({', '.join(params)}, EARLY: tl.constexpr = False):",
         f'    """{title}"""',
         "    ob_begin(EARLY)",
-        *(f"    {x}" for x in body),
+        *map(indented, body),
     ]
     text = "\n".join(lines) + "\n"
     return f"# Obelisk.\n{prelude(text)}\n\n{text}"

@@ -12,8 +12,9 @@ from math import isinf
 from obelisk.ir.block import Split, ceil_div
 from obelisk.ir.dtype import DType
 from obelisk.ir.op import Op
-from obelisk.lower.cuda.names import split_name
+from obelisk.lower.cuda.names import kind_of, split_name
 
+MOST_COLUMNS = 76  # of a call, within a loop of a function of 100 columns
 KIND_TYPE = {"f": "tl.float32", "d": "tl.float64", "i": "tl.int32", "m": "tl.int1"}
 # What a pointer's elements are; f8 and bool are bytes, so that no architecture matters.
 ELEMENT = {
@@ -57,6 +58,32 @@ def convert(text: str, have: str, want: str) -> str:
     if want == "m":
         return f"({text} != 0)"
     return f"{text}.to({KIND_TYPE[want]})"
+
+
+def stored(text: str, dtype: DType) -> str:
+    """A value in the kind of `dtype` as an element of it."""
+    kind = kind_of(dtype)
+    match dtype:
+        case DType.F8E4M3:
+            return f"ob_to_f8({text})"
+        case DType.BF16:
+            return f"ob_to_bf16({text})"
+        case _:
+            same = ELEMENT[dtype] == KIND_TYPE[kind]
+            return text if same else f"{text}.to({ELEMENT[dtype]})"
+
+
+def call_text(name: str, arguments: Sequence[str]) -> str:
+    """A call, one argument a line where it would be long."""
+    text = f"{name}({', '.join(arguments)})"
+    if len(text) <= MOST_COLUMNS:
+        return text
+    return "\n".join([f"{name}(", *(f"    {a}," for a in arguments), ")"])
+
+
+def indented(text: str) -> str:
+    """A statement one level deeper."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 def lowest(dtype: DType) -> float:

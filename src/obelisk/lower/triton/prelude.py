@@ -99,6 +99,17 @@ def ob_to_f8(x):
     return (code | ((bits >> 24) & 128)).to(tl.uint8)
 '''
 
+_TO_BF16 = '''
+@triton.jit
+def ob_to_bf16(x):
+    """f32 -> bf16, to nearest even; the interpreter would cut off."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(tl.bfloat16)
+'''
+
 _HELPERS = {
     "ob_begin": _BEGIN,
     "ob_part": _PART,
@@ -109,6 +120,7 @@ _HELPERS = {
     "ob_tanh": _TANH,
     "ob_from_f8": _FROM_F8,
     "ob_to_f8": _TO_F8,
+    "ob_to_bf16": _TO_BF16,
 }
 
 

@@ -18,7 +18,7 @@ from obelisk.ir.node import Node
 from obelisk.ir.op import Op
 from obelisk.lower.cuda.names import kind_of
 from obelisk.lower.triton.moves import Moves
-from obelisk.lower.triton.names import ELEMENT, convert
+from obelisk.lower.triton.names import convert, stored
 from obelisk.lower.triton.padding import on_matrix_units
 from obelisk.lower.triton.values import ACCUMULATORS, Dim, Value, shape_text, subscript
 
@@ -111,8 +111,7 @@ class Products(Moves):
                 inside = subscript(guard, (depth,), want)
                 text = f"tl.where({inside}, {subscript(text, value.dims, want)}, 0.0)"
                 value = replace(value, dims=want)
-            if kind is not DType.F32:
-                text = f"{text}.to({ELEMENT[kind]})"
+            text = stored(text, kind)
         if direct and self.phase[x] is Phase.LOOP:
             self.streamed += int(prod(self.pads(own, value.dims)) * kind.nbytes)
         batch = [d for d in range(node.rank - 2) if whole[d].size > 1]

@@ -24,15 +24,17 @@ from obelisk.lower.cuda.names import kind_of, meeting_kind, split_name
 from obelisk.lower.schedule import Operand
 from obelisk.lower.tile import Extent, View
 from obelisk.lower.triton.names import (
-    ELEMENT,
     KIND_TYPE,
+    call_text,
     convert,
     grid_lines,
+    indented,
     literal,
     lowest,
     operator,
     part_line,
     scalar,
+    stored,
 )
 from obelisk.lower.triton.padding import Padding
 from obelisk.lower.views import structural
@@ -98,6 +100,11 @@ def subscript(text: str, have: Sequence[int], want: Sequence[int]) -> str:
 
 def shape_text(sizes: Sequence[int]) -> str:
     return f"[{', '.join(map(str, sizes))}]"
+
+
+def masked(mask: str, *more: str) -> list[str]:
+    """Arguments for a mask, where there is one."""
+    return [f"mask={mask}", *more] if mask else []
 
 
 class Values:
@@ -291,8 +298,7 @@ class Values:
             inside = f"(({i} >= {start}) & ({i} < {start + size}))" if start else f"({i} < {size})"
             inside = subscript(inside, (d,), which)
             mask = f"{mask} & {inside}" if mask else inside
-        call = f"tl.load({' + '.join(parts)}"
-        call += f", mask={mask}, other=0)" if mask else ")"
+        call = call_text("tl.load", [" + ".join(parts), *masked(mask, "other=0")])
         dtype = self.params[view.buffer].dtype
         return Value(self.let(phase, "t", call), which, kind_of(dtype), dtype)
 
@@ -579,11 +585,7 @@ class Values:
         if value.raw is not dtype:
             value = self.value(node)
             value = self.filled(value, dims, which, phase)
-            text = convert(value.text, value.kind, kind)
-            if dtype is DType.F8E4M3:
-                text = f"ob_to_f8({text})"
-            elif ELEMENT[dtype] != KIND_TYPE[kind]:
-                text = f"{text}.to({ELEMENT[dtype]})"
+            text = stored(convert(value.text, value.kind, kind), dtype)
         else:
             text = self.filled(value, dims, which, phase).text
         strides, moves = self.store_moves(j)
@@ -596,8 +598,7 @@ class Values:
                 step = f" * {strides[d]}" if strides[d] != 1 else ""
                 parts.append(subscript(i, (d,), which) + step)
         mask = self.mask(dims, which)
-        end = f", mask={mask})" if mask else ")"
-        self.line(phase, f"tl.store({' + '.join(parts)}, {text}{end}")
+        self.line(phase, call_text("tl.store", [" + ".join(parts), text, *masked(mask)]))
 
     # ---- the kernel
 
@@ -627,5 +628,5 @@ class Values:
                 inside.insert(0, "it = tl.full([], 0, tl.int64) + step")
             if loop > 1:
                 out.append(f"for {'step' if self.wide else 'it'} in range({loop}):")
-            out += [f"    {x}" if loop > 1 else x for x in inside]
+            out += [indented(x) if loop > 1 else x for x in inside]
         return out + self.text.lines[Phase.POST]
