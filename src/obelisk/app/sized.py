@@ -43,7 +43,7 @@ from obelisk.verify import Case, FamilyVerdict, Verdict, VerdictKind, Verifier, 
 SCHEMA = 1
 EVERY_SIZE = 512  # ranges up to this are looked at size by size
 PLANS = 3  # structures kept: which is best may change along the range
-JUDGED = 6  # structures that get a verdict; what is only tested is kept where none is proved
+JUDGED = 6  # structures that are judged in full
 SEARCH_SHARE = 0.5  # of the time limit
 ITSELF = Verdict(VerdictKind.PROVED, "it is the program itself", 0.0, None)
 
@@ -149,6 +149,11 @@ class CompiledFamily:
         if size not in self._sized:
             self._sized[size] = self._choose(size)
         return self._sized[size]
+
+    def forget(self) -> None:
+        """Choose and build every size anew; what was judged stays."""
+        self._sized.clear()
+        self._kernels.clear()
 
     def source(self, size: int) -> str:
         """The generated C text of one size."""
@@ -351,41 +356,57 @@ def _search(
     sizes = range(family.dim.low, family.dim.high + 1)
     looked = tuple(sizes) if family.dim.span <= EVERY_SIZE else probes(family.dim)
     plans = [(c.plan, c.note) for c in found.candidates[1:] if c.plan is not None]
-    proved: list[Structure] = []
-    tested: list[Structure] = []
-    fallen: list[str] = []
-    judged = 0
-    for k in _useful(plans, family, machine):
-        late = time.monotonic() - began > budget
-        if len(proved) == PLANS or judged == JUDGED or (late and judged):
-            break
-        progress.update("verify", {"judged": judged, "accepted": len(proved) + len(tested)})
-        cases = _cases(plans[k][0], family, looked, machine)
-        if not cases:
-            fallen.append(f"{plans[k][1]}: has no form at any size of {family.dim}")
-            continue
-        judged += 1
-        verdict = verify_family(family.dim, family.extents, cases, seed=seed)
-        structure = Structure(plans[k][0], plans[k][1], verdict)
-        if not verdict.verdict.accepted:
-            said = verdict.verdict
-            fallen.append(f"{structure.note}: {said.kind.value} {said.bound}: {said.witness or ''}")
-        elif verdict.verdict.kind is VerdictKind.PROVED:
-            proved.append(structure)
-        else:
-            tested.append(structure)
-    structures = proved or tested[:PLANS]
+    structures, fallen, judged = _judged(plans, family, looked, machine, seed, began + budget,
+                                         progress)  # fmt: skip
     stats = found.stats
     account = {
         "searched_at": at,
         "search": {"seconds": stats.seconds, "states": stats.states, "stopped": stats.stopped},
-        "fallen": fallen,
+        "fallen": [fallen[k] for k in sorted(fallen)],
         "seconds": time.monotonic() - began,
         "seed": seed,
     }
     made = CompiledFamily(family, structures, machine, threads, account)
     made.counts.searches, made.counts.verifications = 1, judged
     return made
+
+
+def _judged(
+    plans: Sequence[tuple[Plan, str]],
+    family: FamilyGraph,
+    looked: Sequence[int],
+    machine: Machine,
+    seed: int,
+    ends: float,
+    progress: Progress,
+) -> tuple[list[Structure], dict[int, str], int]:
+    """The plans that are accepted at the sizes `looked` at, why others are not, and how many were
+    judged.
+    """
+    structures: list[Structure] = []
+    fallen: dict[int, str] = {}
+    judged = 0
+    order = _useful(plans, family, machine)
+    # What is proved first; testing what is not takes long, and is done only where nothing is.
+    for proof, most in ((True, PLANS), (False, 1)):
+        for k in order:
+            late = time.monotonic() > ends and judged > 0
+            if len(structures) >= most or judged >= JUDGED or late:
+                break
+            progress.update("verify", {"judged": judged, "accepted": len(structures)})
+            cases = _cases(plans[k][0], family, looked, machine)
+            if not cases:
+                fallen[k] = f"{plans[k][1]}: has no form at any size of {family.dim}"
+                continue
+            verdict = verify_family(family.dim, family.extents, cases, seed=seed, proof=proof)
+            said = verdict.verdict
+            if said.accepted:
+                structures.append(Structure(plans[k][0], plans[k][1], verdict))
+            else:
+                told = f"{said.kind.value} {said.bound}"
+                fallen[k] = ": ".join(x for x in (plans[k][1], told, said.witness) if x)
+            judged += said.kind is not VerdictKind.UNKNOWN or not proof
+    return structures, fallen, judged
 
 
 def _useful(plans: Sequence[tuple[Plan, str]], family: FamilyGraph, machine: Machine) -> list[int]:

@@ -76,16 +76,28 @@ def _form(obligation: Obligation) -> str:
 
 
 def verify_family(
-    dim: Dim, varying: Iterable[tuple[int, int]], cases: Sequence[Case], *, seed: int = 0
+    dim: Dim,
+    varying: Iterable[tuple[int, int]],
+    cases: Sequence[Case],
+    *,
+    seed: int = 0,
+    proof: bool = False,
 ) -> FamilyVerdict:
     """Judge a candidate at every case; `varying` are the (input, dim) whose extents vary.
 
-    Proves each form once. Refuted as soon as one size is; the witness names it.
+    Proves each form once. Refuted as soon as one size is; the witness names it. With `proof` the
+    answer is unknown as soon as one form is not proved, before anything is tested.
     """
     began = time.perf_counter()
     judges: list[JudgeResult] = []
     dims = frozenset(varying)
-    groups = _grouped(cases, dims, judges)
+    groups = _grouped(cases, dims, judges, proof)
+    open_at = next((m[0].size for ok, m in groups.values() if not ok), None)
+    if proof and open_at is not None:
+        why = f"not proved at {dim.name} {open_at}"
+        spent = time.perf_counter() - began
+        unknown = Verdict(VerdictKind.UNKNOWN, why, spent, None, tuple(judges))
+        return FamilyVerdict(unknown, frozenset(), ())
     proved = {key for key, (ok, _) in groups.items() if ok}
     ends = {cases[0].size, cases[-1].size}
     tested: list[int] = []
@@ -111,9 +123,11 @@ def verify_family(
 
 
 def _grouped(
-    cases: Sequence[Case], dims: Dims, judges: list[JudgeResult]
+    cases: Sequence[Case], dims: Dims, judges: list[JudgeResult], proof: bool
 ) -> dict[str, tuple[bool, list[Case]]]:
-    """Cases by form (those without one by themselves), each with whether its form is proved."""
+    """Cases by form (those without one by themselves), each with whether its form is proved; with
+    `proof` only up to the first that is not.
+    """
     prover = Prover()
     groups: dict[str, tuple[bool, list[Case]]] = {}
     for case in cases:
@@ -123,14 +137,16 @@ def _grouped(
             joined = False
             if obligation is not None:
                 found: Obligation = obligation
-                proof = prover.settle(lambda given=found: given)  # type: ignore[misc]
-                joined = proof.joined
+                tried = prover.settle(lambda given=found: given)  # type: ignore[misc]
+                joined = tried.joined
                 judges.append(
-                    JudgeResult("proof", joined or None, f"form {key[:12]}: {proof.detail}",
-                                proof.seconds)
+                    JudgeResult("proof", joined or None, f"form {key[:12]}: {tried.detail}",
+                                tried.seconds)
                 )  # fmt: skip
             groups[key] = (joined, [])
         groups[key][1].append(case)
+        if proof and not groups[key][0]:
+            break
     return groups
 
 
