@@ -181,6 +181,17 @@ def blocks() -> Iterator[Graph]:
             yield graph
 
 
+def repeated() -> Graph:
+    """Folds and products along dims of one element repeated, which overhang their tiles."""
+    g = KernelGraph("repeated")
+    x, y = g.input((129,), "f16", strides=(0,)), g.input((5, 77), strides=(1, 0))
+    w, z = g.input((77, 20), strides=(0, 1)), g.input((5, 77))
+    h, v = g.input((24, 77), "f16", strides=(1, 0)), g.input((77, 33), "f16")
+    g.output(g.sum(x, 0), g.reduce_max(x, 0), g.sum(g.exp(y), 1), g.sum(y, 1, 7))
+    g.output(g.matmul(y, w), g.matmul(z, w), g.matmul(h, v))
+    return g.freeze()
+
+
 def operators() -> Iterator[Graph]:
     """Every operator alone, in every dtype."""
     from tests.e2e import test_lower_operators as ops
@@ -190,6 +201,7 @@ def operators() -> Iterator[Graph]:
     yield from (ops.narrow(d) for d in ("f64", "f16", "bf16", "f8e4m3"))
     yield from (ops.integers(d) for d in ("i8", "i32"))
     yield ops.composites()
+    yield repeated()
     yield from ops.products()
 
 

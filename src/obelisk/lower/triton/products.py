@@ -99,18 +99,20 @@ class Products(Moves):
         phase, own, whole = self.when(x), self.dims(x), self.dims(node)
         kind = self.unit_type(node)
         value = self.raw(x)
-        direct = x in self.views
-        text = value.text
-        if value.raw is not kind:
+        ready = value.raw is kind
+        if not ready:
             value = self.plain(self.value(x))
-            text = convert(value.text, value.kind, "f")
-            guard = own[depth].guard
-            if guard and not direct:  # what a load lacks is 0 already
-                self.index(own[depth].pad)
-                want = tuple(sorted({*value.dims, depth}))
-                inside = subscript(guard, (depth,), want)
-                text = f"tl.where({inside}, {subscript(text, value.dims, want)}, 0.0)"
-                value = replace(value, dims=want)
+        text = value.text if ready else convert(value.text, value.kind, "f")
+        # What a load lacks is 0 already, unless its depth is but one element repeated.
+        direct = x in self.views and depth in value.dims
+        guard = own[depth].guard
+        if guard and not direct:
+            self.index(own[depth].pad)
+            want = tuple(sorted({*value.dims, depth}))
+            inside = subscript(guard, (depth,), want)
+            text = f"tl.where({inside}, {subscript(text, value.dims, want)}, 0.0)"
+            value = replace(value, dims=want)
+        if not ready:
             text = stored(text, kind)
         if direct and self.phase[x] is Phase.LOOP:
             self.streamed += int(prod(self.pads(own, value.dims)) * kind.nbytes)

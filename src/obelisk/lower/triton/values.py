@@ -450,12 +450,12 @@ class Values:
         """A sum or maximum along an axis."""
         operand, axis, keep = node.inputs[0], node.attrs.axis, node.attrs.keep
         phase, dims = self.when(node), list(self.dims(operand))
-        exact = operand in self.views and node.op is Op.SUM  # what is missing was loaded as 0
         if keep > 1:
             value, dims = self.split_axis(node, operand, dims)
-            exact = False
         else:
             value = self.value(operand)
+        # What is missing was loaded as 0, unless the dim is but one element repeated.
+        exact = keep == 1 and node.op is Op.SUM and operand in self.views and axis in value.dims
         guard = "" if exact else dims[axis].guard
         neutral = 0.0 if node.op is Op.SUM else lowest(node.dtype)
         if dims[axis].size == 1:
