@@ -84,7 +84,9 @@ def run_interpret(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Resul
 
 
 def run_lowered(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
-    """The plain program as C, with lowering options drawn from the seed."""
+    """The plain program as C or CUDA C++, with lowering options drawn from the seed."""
+    if job.device.startswith("cuda"):
+        return run_lowered_cuda(graph, arrays, seed)
     from obelisk.build import Library, compile_c
     from obelisk.lower.cpu import CpuOptions, lower_cpu
     from obelisk.machine import host
@@ -131,6 +133,61 @@ def run_triton(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
         return Interpreter(Path(folder)).run(module, graph, arrays), {}
 
 
+def run_lowered_cuda(graph: Graph, arrays: list[Any], seed: int) -> Result:
+    """The same for a CUDA device: outputs start as NaNs between guards, and a second call gives
+    the first one's bits.
+    """
+    import torch
+
+    from obelisk.build.cuda import Cubin, compile_cuda_many
+    from obelisk.build.device import CudaLibrary
+    from obelisk.build.probe import device_facts, machine_of
+    from obelisk.lower.cuda import CudaOptions, lower_cuda
+
+    rng, machine, guard = random.Random(seed), machine_of(device_facts()), 256
+    options = CudaOptions(
+        fragments=rng.random() < 0.8,
+        fuse_combine=rng.random() < 0.8,
+        stages=rng.choice((0, 0, 2)),
+        threads=rng.choice((256, 128)),
+    )
+    module = lower_cuda(graph, machine, options)
+    if lower_cuda(graph, machine, options).digest != module.digest:
+        raise InternalError("lowering the same graph twice gave two texts")
+    built = compile_cuda_many([k.source for k in module.kernels], machine.arch)
+    for answer in built:
+        if not isinstance(answer, Cubin):
+            raise answer
+    torch.zeros(1, device="cuda")
+    library = CudaLibrary(module, [b.path for b in built if isinstance(b, Cubin)])
+    inputs = [to_device(a) for a in arrays]
+    stream = torch.cuda.current_stream().cuda_stream
+    scratch = torch.full((library.scratch_bytes + 256,), 255, dtype=torch.uint8, device="cuda")
+    library.prepare(scratch.data_ptr(), stream)
+    sizes = [-(-int(n.nbytes) // 256) * 256 for n in graph.outputs]
+    runs = []
+    for _ in range(2):
+        outs = [torch.full((s + 2 * guard,), 255, dtype=torch.uint8, device="cuda") for s in sizes]
+        library.launch(
+            [x.data_ptr() for x in inputs], [o.data_ptr() + guard for o in outs],
+            scratch.data_ptr(), stream,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        runs.append([o.cpu().numpy() for o in outs])
+    got = []
+    for node, first, second in zip(graph.outputs, *runs, strict=True):
+        size = int(node.nbytes)
+        if (first[:guard] != 255).any() or (first[guard + size :] != 255).any():
+            raise InternalError("the kernel wrote outside its output")
+        if not np.array_equal(first, second):
+            raise InternalError("two calls on the same inputs gave different bits")
+        got.append(first[guard : guard + size].view(node.dtype.numpy).reshape(node.shape))
+    for array, tensor in zip(arrays, inputs, strict=True):
+        array[...] = from_device(tensor, array.dtype)
+    library.close()
+    return got, {}
+
+
 def run_optimized(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
     """The public way: `obelisk.optimize`, then a call; candidates that misbehaved are errors."""
     import obelisk
@@ -138,13 +195,42 @@ def run_optimized(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Resul
     best = obelisk.optimize(
         graph, device=job.device, budget=job.budget, seed=seed, cache=False, baselines=()
     )
+    on_gpu = job.device.startswith("cuda")
     faults = [c for c in best.report.candidates if c.status.split()[0].lower() in BAD]
     if faults:
         reasons = "; ".join(f"{c.status}: {c.reason}" for c in faults)
         raise InternalError(f"{len(faults)} candidates misbehaved: {reasons}")
-    got = best(*arrays)
+    got = best(*(map(to_device, arrays) if on_gpu else arrays))
+    outs = list(got) if isinstance(got, tuple) else [got]
+    if on_gpu:
+        outs = [from_device(x, n.dtype.numpy) for x, n in zip(outs, graph.outputs, strict=True)]
     counts = Counter(c.status for c in best.report.candidates)
-    return list(got) if isinstance(got, tuple) else [got], dict(counts)
+    return outs, dict(counts)
+
+
+def to_device(array: Any) -> Any:
+    """A CUDA tensor of torch that lies as the array does, gaps between rows included."""
+    import torch
+
+    from obelisk.app.calls import TORCH_NAMES
+    from obelisk.ir import DType
+
+    names = {d.numpy: n for d, n in TORCH_NAMES.items()}
+    size = array.dtype.itemsize
+    strides = [s // size for s in array.strides]
+    span = 1 + sum((n - 1) * s for n, s in zip(array.shape, strides, strict=True))
+    flat = np.lib.stride_tricks.as_strided(array, (span,), (size,)).copy()
+    name = names.get(array.dtype, TORCH_NAMES[DType.I8])  # no tensor of torch holds 4 bits
+    raw = torch.from_numpy(flat.view(np.uint8)).cuda()
+    return raw.view(getattr(torch, name)).as_strided(array.shape, strides)
+
+
+def from_device(tensor: Any, dtype: Any) -> Any:
+    """A tensor's elements as an array of `dtype`."""
+    import torch
+
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return raw.view(dtype).reshape(tuple(tensor.shape))
 
 
 RUNNERS: dict[str, Callable[[Graph, list[Any], int, Job], Result]] = {

@@ -38,7 +38,7 @@ from obelisk.app.display import (
 )
 from obelisk.app.doctor import examine, obelisk_version
 from obelisk.app.judging import judge_entries, judgements_json, summary_line
-from obelisk.app.loading import graph_of, load_entries, load_for
+from obelisk.app.loading import graph_of, load_entries, load_for, target_dtype
 from obelisk.app.lowered import lowered_text
 from obelisk.app.pipeline import SPACE, optimize
 from obelisk.app.report import show_bytes, show_us
@@ -206,7 +206,7 @@ def show(
 ) -> None:
     """Show graphs as text, as scheduled tile programs, as generated code, or as a picture."""
     without = ablations(context.args)
-    entries = load_entries(program, batch, dtype)
+    entries = load_entries(program, batch, target_dtype(program, target, dtype))
     if index is not None:
         if index >= len(entries):
             raise UserError(f"{program} has graphs 0 to {len(entries) - 1}, got --index {index}")

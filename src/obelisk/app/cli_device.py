@@ -17,13 +17,13 @@ from obelisk.app.backends import backend_of
 from obelisk.app.building import BuildRow, build_graphs, cuda_target
 from obelisk.app.compiled import Compiled, load
 from obelisk.app.display import Display, print_report, rows_table, stdout
-from obelisk.app.loading import graph_of, load_entries, load_for
+from obelisk.app.loading import graph_of, load_entries, load_for, target_dtype
 from obelisk.app.pipeline import SPACE, optimize, optimize_given
 from obelisk.app.profiling import Profile, profile
 from obelisk.app.report import show_bytes, show_us
 from obelisk.base.errors import ParseError, UserError
 from obelisk.base.progress import Progress
-from obelisk.ir import DType, Graph
+from obelisk.ir import Graph
 from obelisk.ir.text import to_text
 from obelisk.machine import Machine
 from obelisk.search import Budget, CandidateFile, read_candidates, search
@@ -73,7 +73,7 @@ def graphs_to_build(
     """
     if is_candidates(program):
         return [c.graph for c in read_candidates(program).candidates]
-    entries = load_entries(program, batch, dtype or (DType.F16 if _named(program) else None))
+    entries = load_entries(program, batch, target_dtype(program, machine.name, dtype))
     graphs = [graph_of(e) for e in entries]
     if seconds is None:
         return graphs
@@ -83,10 +83,6 @@ def graphs_to_build(
         graphs[0], machine, space=SPACE, budget=Budget(seconds), seed=seed, progress=progress
     )
     return [c.graph for c in found.candidates]
-
-
-def _named(program: str) -> bool:
-    return not Path(program.partition("#")[0]).suffix and "/" not in program
 
 
 def _build_table(rows: list[BuildRow], machine: Machine) -> Table:

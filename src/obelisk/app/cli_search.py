@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from obelisk.app.display import Display, candidate_table, rows_table, stdout
-from obelisk.app.loading import load_program
+from obelisk.app.loading import load_program, target_dtype
 from obelisk.app.report import CandidateRow, show_bytes
 from obelisk.ir.jsonform import to_json
 from obelisk.ir.text import to_text
@@ -115,7 +115,7 @@ def run_search(
     write: Callable[[Any], None],
 ) -> SearchResult:
     """Search, print, write; the body of `obelisk search`. `write` takes the JSON form."""
-    graph = load_program(program, batch, dtype)
+    graph = load_program(program, batch, target_dtype(program, target, dtype))
     machine = find(target)
     with Display() as progress:
         found = search(

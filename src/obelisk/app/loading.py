@@ -19,6 +19,7 @@ from obelisk.app.programs import find_program
 from obelisk.base.errors import MalformedGraph, ObeliskError, ParseError, UnknownName, UserError
 from obelisk.ir import DType, Graph, KernelGraph, Node, parse_dtype
 from obelisk.ir.files import Entry, read_graphs
+from obelisk.machine import MachineKind, find
 
 
 def load_program(
@@ -55,6 +56,17 @@ def load_for(spec: str, device: str, batch: int = 1, dtype: str | DType | None =
     if dtype is None and ".py" not in Path(spec.partition(":")[0]).suffix and not _is_file(spec):
         dtype = backend_of(device).dtype
     return load_program(spec, batch, dtype)
+
+
+def target_dtype(spec: str, target: str, dtype: str | DType | None) -> str | DType | None:
+    """What a program gets for `target`, a device or a machine's name: the device's dtype for a
+    named program, unless one is asked for.
+    """
+    if dtype is not None or ".py" in Path(spec.partition(":")[0]).suffix or _is_file(spec):
+        return dtype
+    word = target.partition(":")[0]
+    known = word == "cuda" or find(word).kind is MachineKind.CUDA
+    return backend_of("cuda").dtype if known else None
 
 
 def load_entries(spec: str, batch: int = 1, dtype: str | DType | None = None) -> list[Entry]:

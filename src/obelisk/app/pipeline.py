@@ -53,6 +53,7 @@ LEAST_TUNING = 0.5  # seconds; below this nothing can be told apart
 PROMISING = 3.0  # candidates predicted slower than this times the best are measured as they are
 GROWN_FROM = 5  # of the fastest so far, every lowering choice is tried
 GROW_SHARE = 0.6  # of what is left, for building them
+LEAST_GROWING = 6.0  # seconds to the end below which nothing is added
 SPACE = Space()
 ITSELF = Verdict(VerdictKind.PROVED, "it is the program itself", 0.0, None)
 
@@ -477,7 +478,7 @@ class _Run:
             seed=request.seed,
             progress=self.progress,
             rig=request.backend.rig(request.device),
-            grow=self._grow if request.backend.grow_items and not self.interrupts else None,
+            grow=self._grow if self._may_grow() else None,
         )
         for (item, _), measured in zip(self.ready, report.items, strict=True):
             item.measured = measured
@@ -485,6 +486,10 @@ class _Run:
                 error = BuildFailed(measured.detail)
                 self._fell(item.candidate, measured.status.value, error)
         return report, absent
+
+    def _may_grow(self) -> bool:
+        more = self.request.backend.grow_items and not self.interrupts
+        return bool(more) and self.left(TUNE_ENDS) > LEAST_GROWING
 
     def _grow(self, seconds: Sequence[float | None]) -> list[TuneItem]:
         """Further lowerings of what is fastest so far: every choice, at neighbouring sizes too."""

@@ -94,7 +94,11 @@ class GpuWorker:
     # --- commands ---
 
     def do_load(self, key: int, path: str) -> dict[str, Any]:
-        """Load a bundle and give it scratch memory between pages that hold canaries."""
+        """Load a bundle and give it scratch memory between pages that hold canaries. Once: its
+        counters are then as its calls leave them.
+        """
+        if key in self.libraries:
+            return {}
         library = load_bundle(path)
         self.scratch[key] = self.memory(library.scratch_bytes + 3 * PAGE) + PAGE
         library.prepare(self.scratch[key], self.stream)
