@@ -1,6 +1,7 @@
 """Generation: prompts in, tokens out, several slots at once, chunk by chunk.
 
-`Engine` wraps a `Session`. Prompts run through the same kernel as new tokens do (its prefill), in
+`Engine` wraps a `Session`. Prompts longer than a few tokens are run outside the kernel, many
+positions at a time (`Session.prefill`), all but their last token; the kernel does the rest, in
 launches of a bounded number of steps, so that an interrupt is answered and tokens can be shown as
 they come. A sequence never exceeds the plan's context: it ends with reason "length".
 """
@@ -16,6 +17,7 @@ from obelisk.base.errors import CallError
 from obelisk.runtime import Sampling, Session
 
 CHUNK = 32  # steps of one launch
+PREFILL_FROM = 16  # tokens of a prompt that are run outside the kernel; it has shorter ones itself
 _ALL_STOPS = 8
 GREEDY = Sampling()
 
@@ -35,17 +37,27 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of the latest call: steps that ran and the seconds they took, prompts included."""
+    """Of the latest call: steps that ran and the seconds they took, and of the prompts the tokens
+    that ran outside the kernel, and their seconds.
+    """
 
     steps: int = 0
     seconds: float = 0.0
+    prefilled: int = 0
+    prefill_seconds: float = 0.0
 
 
 class Engine:
-    """A plan that generates. Every call starts afresh: nothing is left from earlier prompts."""
+    """A plan that generates. Every call starts afresh: nothing is left from earlier prompts.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    `prefill_from` is the length at which a prompt is run outside the kernel (None: never; never
+    either while the session debugs, so that the kernel names what is not finite).
+    """
+
+    def __init__(self, session: Session, prefill_from: int | None = PREFILL_FROM) -> None:
+        if prefill_from is not None and prefill_from < 2:
+            raise CallError(f"prefill_from is {prefill_from}, expected 2 or more, or None")
+        self.session, self.prefill_from = session, prefill_from
         self.timing = Timing()
 
     @staticmethod
@@ -67,6 +79,21 @@ class Engine:
                     f"prompt {i} has {len(prompt)} tokens, the plan's context is {context}"
                 )
         return [min(max_tokens, context - len(p)) for p in prompts]
+
+    def _prefill(self, pending: list[list[int]], limits: Sequence[int]) -> int:
+        """Run long prompts outside the kernel, but for their last tokens; gives how many tokens."""
+        least = self.prefill_from
+        if least is None or self.session.debug or not self.session.prefills:
+            return 0
+        feeds = [
+            p[:-1] if len(p) >= least and limit else []
+            for p, limit in zip(pending, limits, strict=True)
+        ]
+        if any(feeds):
+            self.session.prefill(feeds)
+        for p, feed in zip(pending, feeds, strict=True):
+            del p[: len(feed)]
+        return sum(map(len, feeds))
 
     def generate(
         self,
@@ -91,7 +118,11 @@ class Engine:
         made: list[list[int]] = [[] for _ in prompts]
         reasons = ["length" if limit == 0 else "" for limit in limits]
         pending = [list(p) for p in prompts]
+        feeds = [[] if r else p for p, r in zip(pending, reasons, strict=True)]
+        self.session.check(feeds, limits, chosen, ends)
         start, done = time.perf_counter(), 0
+        prefilled = self._prefill(pending, limits)
+        decode = time.perf_counter()
         while not all(reasons):
             feeds = [[] if r else p for p, r in zip(pending, reasons, strict=True)]
             want = [limit - len(m) for limit, m in zip(limits, made, strict=True)]
@@ -109,5 +140,5 @@ class Engine:
                 rest = pending[i][min(fed, len(pending[i])) :]
                 pending[i] = rest or made[i][-1:]
                 reasons[i] = run.reason
-        self.timing = Timing(done, time.perf_counter() - start)
+        self.timing = Timing(done, time.perf_counter() - decode, prefilled, decode - start)
         return [Completion(tuple(m), r) for m, r in zip(made, reasons, strict=True)]

@@ -115,6 +115,8 @@ class CudaSession(Session):
         withhold: a fault for tests: one more than the block that withholds its values; 0 is none.
     """
 
+    prefills = False  # the kernel runs prompts
+
     def __init__(self, plan: Plan, arena: Array | int, spin_seconds: float = SPIN_SECONDS) -> None:
         """Take a plan and its packed weights: an array, or the address of device memory."""
         if plan.target != "cuda":
@@ -189,7 +191,8 @@ class CudaSession(Session):
             raise UserError(f"{folder} does not hold the weights that the plan was made for: {bad}")
         checkpoint = Checkpoint(folder)
         checkpoint.check(what.tensors, what.layout.layers)
-        return CudaSession(what, pack(what.layout, checkpoint.tensor), spin_seconds)
+        arena = pack(what.layout, checkpoint.tensor, checkpoint.grouped)
+        return CudaSession(what, arena, spin_seconds)
 
     def logits(self) -> Array:
         """The logits of the latest step, float32 (batch, vocab); needs `keep_logits`."""

@@ -30,6 +30,7 @@ from obelisk.runtime.launch import (
     load_entry,
 )
 from obelisk.runtime.packing import aligned, pack
+from obelisk.runtime.prefill import Prefill, Segment
 from obelisk.runtime.timeline import Span, spans_of
 
 Array = Any
@@ -70,8 +71,11 @@ class Session:
     """A plan with its weights in memory.
 
     `debug` stops a launch at the first number that is not finite; `trace_room` > 0 records that
-    many tasks of each core, of the latest launch, in `spans`.
+    many tasks of each core, of the latest launch, in `spans`. `prefills` says
+    whether `prefill` is there.
     """
+
+    prefills = True
 
     def __init__(self, plan: Plan, arena: Array, spin_seconds: float = SPIN_SECONDS) -> None:
         """Take a plan and its packed weights; `load` is the usual way in."""
@@ -95,6 +99,7 @@ class Session:
         self.trace_room = 0
         self.spans: list[Span] = []
         self.steps_done = 0
+        self._prefill: Prefill | None = None
 
     @staticmethod
     def load(
@@ -133,14 +138,54 @@ class Session:
         """Positions that are left in a slot."""
         return self.plan.context - int(self.position[slot])
 
-    def _check(self, feeds: Sequence[Sequence[int]], want: Sequence[int]) -> None:
+    def prefill(self, feeds: Sequence[Sequence[int]]) -> None:
+        """Run the tokens of `feeds` through slots 0, 1, ... outside the kernel: writes their keys
+        and values and moves the positions on, without choosing tokens (see `runtime.prefill`).
+
+        Raises `CallError` when a limit would be exceeded.
+        """
+        self._check_tokens(feeds)
+        for slot, feed in enumerate(feeds):
+            if len(feed) > self.room(slot):
+                raise CallError(
+                    f"slot {slot}: {len(feed)} tokens, but {self.room(slot)} positions of the "
+                    f"plan's context of {self.plan.context} are left"
+                )
+        if self._prefill is None:
+            self._prefill = Prefill(
+                self.plan, self.arena, self.keys, self.values, self.cosines, self.sines
+            )
+        segments = [Segment(i, int(self.position[i]), tuple(f)) for i, f in enumerate(feeds) if f]
+        self._prefill.run(segments)
+        for s in segments:
+            self.position[s.slot] += len(s.tokens)
+
+    def _check_tokens(self, feeds: Sequence[Sequence[int]]) -> None:
         batch, vocab = self.plan.batch, self.plan.vocab
         if len(feeds) > batch:
             raise CallError(f"{len(feeds)} sequences, but the plan's batch is {batch}")
-        for slot, (feed, new) in enumerate(zip(feeds, want, strict=True)):
+        for slot, feed in enumerate(feeds):
             for token in feed:
                 if not 0 <= token < vocab:
                     raise CallError(f"token id {token} in slot {slot}: expected 0 to {vocab - 1}")
+
+    def check(
+        self,
+        feeds: Sequence[Sequence[int]],
+        want: Sequence[int],
+        sampling: Sequence[Sampling] = (),
+        stops: Sequence[int] = (),
+    ) -> None:
+        """Raise what `launch` would for these arguments; nothing runs."""
+        self._check(feeds, want)
+        if len(stops) > MAX_STOPS:
+            raise CallError(f"{len(stops)} stop tokens, the kernel takes {MAX_STOPS}")
+        for s in sampling:
+            s.check()
+
+    def _check(self, feeds: Sequence[Sequence[int]], want: Sequence[int]) -> None:
+        self._check_tokens(feeds)
+        for slot, (feed, new) in enumerate(zip(feeds, want, strict=True)):
             if feed and new < 1:
                 raise CallError(f"slot {slot} asks for {new} new tokens, expected 1 or more")
             need = len(feed) + new - 1  # the last new token is not stored
@@ -164,13 +209,9 @@ class Session:
         Raises `CallError` when a limit would be exceeded and `KernelFault` when the kernel stopped
         itself.
         """
-        self._check(feeds, want)
+        self.check(feeds, want, sampling, stops)
         batch = self.plan.batch
-        if len(stops) > MAX_STOPS:
-            raise CallError(f"{len(stops)} stop tokens, the kernel takes {MAX_STOPS}")
         chosen = list(sampling) + [Sampling()] * (batch - len(sampling))
-        for s in chosen:
-            s.check()
         longest = max([1, *(len(f) for f in feeds)])
         feed = np.zeros((batch, longest), np.int32)
         length, wanted = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
