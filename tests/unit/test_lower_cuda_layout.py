@@ -123,3 +123,41 @@ def test_fragment_folds_join_lanes_of_one_row_or_column(extent: int) -> None:
         down = partners(rows, t)
         assert {place(rows, r, p) for p in down for r in range(2)} == set(range(16))
         assert {place(columns, 0, p) for p in down} == {place(columns, 0, t)}
+
+
+@pytest.mark.parametrize(("tiles", "warps"), [(1, 4), (1, 8), (2, 4), (2, 8)])
+def test_four_warps_hold_64_rows_of_a_tile_together(tiles: int, warps: int) -> None:
+    """As wgmma lays its results: warp i of four has rows 16 i to 16 i + 15 of every 64."""
+    extent = 16 * tiles * warps
+    rows = row_dim(Axis(0, extent, None), tiles, warps, True)
+    columns = column_dim(Axis(1, 8, None), 8)
+    seen = []
+    for t, r in itertools.product(range(32 * warps), range(rows.registers)):
+        row = place(rows, r, t, warps)
+        assert row % 64 // 16 == t // 32 % 4
+        seen += [(row, place(columns, q, t, warps)) for q in range(columns.registers)]
+    assert sorted(seen) == sorted(itertools.product(range(extent), range(8)))
+
+
+def chunk_at(rows: int, row: int, chunk: int) -> int:
+    """`ob_place<rows, 0>` of copy.cuh, in units of 16 bytes."""
+    return (chunk // 8) * rows * 8 + row * 8 + ((chunk ^ row) & 7)
+
+
+def test_swizzled_tiles_hold_every_chunk_once_and_spread_columns_over_banks() -> None:
+    rows, chunks = 32, 16
+    places = [chunk_at(rows, r, c) for r in range(rows) for c in range(chunks)]
+    assert sorted(places) == list(range(rows * chunks))
+    for c in range(chunks):  # eight rows of a column, as ldmatrix reads them
+        assert len({chunk_at(rows, r, c) % 8 for r in range(8)}) == 8
+
+
+@pytest.mark.parametrize("along", range(8))
+def test_fragments_of_swizzled_tiles_are_where_the_copies_put_them(along: int) -> None:
+    """The emitter xors the step of 16 columns into a lane's address (`Products.spot`)."""
+    rows = 64
+    for lane in range(32):
+        row, half = ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4
+        at = row * 128 + ((half ^ lane) & 7) * 16
+        got = (at ^ (along % 4 * 32)) + along // 4 * rows * 128
+        assert got == chunk_at(rows, row, 2 * along + half) * 16

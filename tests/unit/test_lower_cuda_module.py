@@ -15,7 +15,7 @@ from obelisk.ir.build import input_node
 from obelisk.ir.node import Node, make
 from obelisk.ir.op import BlockAttrs, Op
 from obelisk.lower.cuda import CudaOptions, Place, lower_cuda, variants
-from obelisk.lower.cuda.combine import combining, split_axis
+from obelisk.lower.cuda.combine import combining, gathering, split_axis
 from obelisk.lower.cuda.module import scaled
 from obelisk.machine import find
 
@@ -65,24 +65,26 @@ def test_a_cpu_machine_is_refused_by_name() -> None:
         lower_cuda(low_rank(16, 64, 16, 64, parts=2), host())
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(
-    "graph",
-    [
-        attention(2, 64, 256, 16, row_tile=32, split=4, key_tile=32),
-        attention(3, 24, 128, 8, row_tile=24, split=2, key_tile=32),
-        norm_matmul(4, 64, 48, parts=3, split=2, tile=16),
-    ],
-    ids=["tiles", "one tile", "depth"],
-)
-def test_the_recut_combining_kernel_means_the_same(graph: Graph, shared: bool) -> None:
+PAIRS = {
+    "tiles": attention(2, 64, 256, 16, row_tile=32, split=4, key_tile=32),
+    "one tile": attention(3, 24, 128, 8, row_tile=24, split=2, key_tile=32),
+    "depth": norm_matmul(4, 64, 48, parts=3, split=2, tile=16),
+    "gated": gated(8, 64, 48, parts=3, loop=2, split=4),
+}
+
+
+def pair(name: str) -> tuple[Graph, Node, Node, tuple[int, ...]]:
+    """A graph, its two launches, and which result of the first each param of the second is."""
+    graph = PAIRS[name]
     (last,) = graph.outputs
-    first = last.inputs[0]
-    places = tuple(x.attrs.result for x in last.inputs)
-    ending = combining(first.attrs.block, last.attrs.block, places, shared)
-    if ending is None:
-        assert shared  # sharing may find no axis that divides
-        return
+    return graph, last.inputs[0], last, tuple(x.attrs.result for x in last.inputs)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_recut_combining_kernel_means_the_same(name: str) -> None:
+    graph, first, last, places = pair(name)
+    ending = combining(first.attrs.block, last.attrs.block, places)
+    assert ending is not None
     assert ending.split == split_axis(first.attrs.block)
     other = make(Op.BLOCK, last.inputs, BlockAttrs(ending.block, 0))
     arrays = random_inputs(graph, 3)
@@ -90,8 +92,39 @@ def test_the_recut_combining_kernel_means_the_same(graph: Graph, shared: bool) -
     got = run(make_graph(graph.inputs, [other]), arrays)[0]
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
     parts = first.attrs.block.grid[ending.split]
-    blocks = first.attrs.block.blocks // parts
-    assert ending.block.blocks == blocks * (parts if shared else 1)
+    assert ending.block.blocks == first.attrs.block.blocks // parts
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_groups_parts_alone_give_its_part_of_the_result(name: str) -> None:
+    graph, first, last, places = pair(name)
+    block = first.attrs.block
+    found = gathering(block, last.attrs.block, places)
+    assert found is not None
+    arrays = random_inputs(graph, 4)
+    parts = run(make_graph(graph.inputs, last.inputs), arrays)
+    want = run(graph, arrays)[0]
+    local = [
+        input_node(i, (block.grid[found.split], *block.stores[j].value.shape[1:]), x.dtype)
+        for i, (j, x) in enumerate(zip(places, last.inputs, strict=True))
+    ]
+    alone = make_graph(local, [make(Op.BLOCK, tuple(local), BlockAttrs(found.block, 0))])
+    shape = alone.outputs[0].shape
+    others = [a for a in range(len(block.grid)) if a != found.split]
+    for at in np.ndindex(*(block.grid[a] for a in others)):
+        here = dict(zip(others, at, strict=True))
+        cut = []
+        for j, x, whole in zip(places, local, parts, strict=True):
+            index = [slice(None)] * whole.ndim
+            for a, d in enumerate(block.stores[j].omap):
+                if d is not None and a != found.split:
+                    index[d] = slice(here[a] * x.shape[d], (here[a] + 1) * x.shape[d])
+            cut.append(whole[tuple(index)])
+        target = [slice(None)] * len(shape)
+        for a, d in found.places[0]:
+            target[d] = slice(here[a] * shape[d], (here[a] + 1) * shape[d])
+        got = run(alone, cut)[0]
+        np.testing.assert_allclose(got, want[tuple(target)], rtol=2e-3, atol=1e-6)
 
 
 def test_finer_loops_mean_the_same() -> None:

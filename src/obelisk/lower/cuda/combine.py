@@ -2,7 +2,8 @@
 
 Takes the block graphs of two launches in a row, the second reading only what the first wrote; gives
 the second cut by the first's grid without the split axis, so that the last block of each such group
-can do it, or None where the two do not fit together.
+can do it, or cut once more, so that the blocks of the group share it. None where the two do not fit
+together.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from obelisk.base.errors import Infeasible, UserError
-from obelisk.ir.block import GRID_AXES, BlockGraph, Store, block_graph
-from obelisk.ir.node import Node, make
+from obelisk.ir.block import BlockGraph, Store, block_graph
+from obelisk.ir.node import Node, Shape, make
 from obelisk.ir.op import LoadAttrs, Op, ReshapeAttrs
 from obelisk.ir.resize import _Resizer
+from obelisk.ir.table import size_value
 from obelisk.lower.cuda.axes import Axes
 
 
@@ -28,15 +30,20 @@ def split_axis(block: BlockGraph) -> int | None:
 
 
 def _recut(
-    block: BlockGraph, grid: tuple[int, ...], imaps: dict[int, tuple[int | None, ...]]
+    block: BlockGraph,
+    grid: tuple[int, ...],
+    imaps: dict[int, tuple[int | None, ...]],
+    full: dict[int, Shape] | None = None,
 ) -> dict[Node, Node]:
-    """The block's values for another grid and other maps of its loads."""
+    """The values for another grid, other maps of the loads, and other tensors behind them."""
     work = _Resizer({}, {}, {})
     new: dict[Node, Node] = {}
     for node in block.body:
         if node.op is Op.LOAD:
             at: LoadAttrs = node.attrs
-            new[node] = make(Op.LOAD, (), replace(at, grid=grid, imap=imaps[at.index]))
+            shape = at.full if full is None else full[at.index]
+            attrs = replace(at, full=shape, grid=grid, imap=imaps[at.index])
+            new[node] = make(Op.LOAD, (), attrs)
         elif node.op is Op.RESHAPE and node.shape == node.inputs[0].shape[1:]:
             x = new[node.inputs[0]]  # the parts' axis goes; which of many ones would be ambiguous
             new[node] = make(Op.RESHAPE, (x,), ReshapeAttrs(x.shape[1:]))
@@ -52,22 +59,21 @@ class Ending:
     Attributes:
         split: the grid axis of the first launch whose blocks are combined.
         block: the second block graph on the other axes.
-        coordinates: for each of its grid axes, the axis of the first launch, and into how many
-            parts each of that axis' blocks was cut (0: the axis is the split axis itself).
+        coordinates: for each of its grid axes, the axis of the first launch (-1: there is none, and
+            one block).
     """
 
     split: int
     block: BlockGraph
-    coordinates: tuple[tuple[int, int], ...]
+    coordinates: tuple[int, ...]
 
 
 def combining(
-    first: BlockGraph, second: BlockGraph, sources: tuple[int | None, ...], shared: bool
+    first: BlockGraph, second: BlockGraph, sources: tuple[int | None, ...]
 ) -> Ending | None:
     """`second` on the grid of `first` without its split axis.
 
     `sources[i]` is the result of `first` that param `i` of `second` reads (None: another tensor).
-    With `shared`, the blocks of a split share the work of combining; else one of them does it all.
     """
     split = split_axis(first)
     if split is None or second.loop != 1 or any(s is None for s in sources):
@@ -78,15 +84,25 @@ def combining(
         assert j is not None
         maps[i] = [first.stores[j].omap[a] for a in kept]
         maps[i] = [None if m is not None and first.info.shapes[j][m] == 1 else m for m in maps[i]]
-    if not shared and second.grid == (tuple(first.grid[a] for a in kept) or (1,)):
+    if second.grid == (tuple(first.grid[a] for a in kept) or (1,)):
         same = all(list(n.attrs.imap) == (maps[n.attrs.index] or [None]) for n in second.loads)
         if same:  # it is cut like the first already
-            coordinates = tuple((a, 1) for a in kept) or ((split, -1),)
-            return Ending(split, second, coordinates)
+            return Ending(split, second, tuple(kept) or (-1,))
     try:
-        return _ending(first, second, split, kept, maps, first.grid[split] if shared else 1)
+        return _ending(first, second, split, kept, maps)
     except (Infeasible, UserError):
         return None
+
+
+def _whole(
+    block: BlockGraph, values: dict[Node, Node], omaps: list[tuple[int | None, ...]], grid: Shape
+) -> BlockGraph:
+    """The block graph of recut values."""
+    stores = tuple(
+        Store(values[s.value], omap, s.fmap, s.reduce, s.dtype)
+        for s, omap in zip(block.stores, omaps, strict=True)
+    )
+    return block_graph(grid, 1, block.threads, stores)
 
 
 def _ending(
@@ -95,11 +111,9 @@ def _ending(
     split: int,
     kept: list[int],
     maps: dict[int, list[int | None]],
-    sharers: int,
 ) -> Ending | None:
     values = _recut(second, (1,), {i: (None,) for i in maps})
-    whole = tuple(Store(values[s.value], (None,), s.fmap, s.reduce, s.dtype) for s in second.stores)
-    axes = Axes(block_graph((1,), 1, second.threads, whole))
+    axes = Axes(_whole(second, values, [(None,)] * len(second.stores), (1,)))
     grid = [first.grid[a] for a in kept]
     # The axis that each grid axis cuts, seen through any load, tells the store's dim.
     cut: list[int | None] = []
@@ -112,25 +126,9 @@ def _ending(
         if grid[position] > 1 and (len(found) != 1 or None in found):
             return None
         cut.append(next(iter(found), None))
-    coordinates = [(a, 1) for a in kept]
-    if sharers > 1:
-        target = _shared_axis(second, values, axes, cut, grid, sharers)
-        if target is None:
-            return None
-        if target in cut:
-            position = cut.index(target)
-            grid[position] *= sharers
-            coordinates[position] = (kept[position], sharers)
-        else:
-            cut.append(target)
-            grid.append(sharers)
-            coordinates.append((split, 0))
-            for node in second.loads:
-                dims = axes.of[values[node]]
-                if len(maps[node.attrs.index]) < len(grid):
-                    maps[node.attrs.index].append(dims.index(target) if target in dims else None)
+    coordinates = tuple(kept)
     if not grid:
-        grid, cut, coordinates = [1], [None], [(split, -1)]
+        grid, cut, coordinates = [1], [None], (-1,)
         maps = {i: [None] for i in maps}
     omaps = []
     for s in second.stores:
@@ -139,20 +137,113 @@ def _ending(
             return None
         omaps.append(tuple(dims.index(a) if a is not None else None for a in cut))
     values = _recut(second, tuple(grid), {i: tuple(m) for i, m in maps.items()})
-    stores = tuple(
-        Store(values[s.value], omap, s.fmap, s.reduce, s.dtype)
-        for s, omap in zip(second.stores, omaps, strict=True)
-    )
-    return Ending(split, block_graph(tuple(grid), 1, second.threads, stores), tuple(coordinates))
+    return Ending(split, _whole(second, values, omaps, tuple(grid)), coordinates)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """The combining launch for one group of blocks, shared among them.
+
+    Attributes:
+        split: the grid axis of the first launch whose blocks are combined.
+        block: the second block graph on the group's parts alone (dim 0 of its params: the block
+            that has the part), its only grid axis the block's number in the group.
+        places: for each store, the grid axes of the first launch that move the group's part of the
+            result, with the dim along which they do.
+    """
+
+    split: int
+    block: BlockGraph
+    places: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def gathering(
+    first: BlockGraph, second: BlockGraph, sources: tuple[int | None, ...]
+) -> Gathering | None:
+    """`second` for the parts of one group of blocks of `first`, shared among them."""
+    split = split_axis(first)
+    if split is None or second.loop != 1 or any(s is None for s in sources):
+        return None
+    try:
+        return _gathering(first, second, split, [s for s in sources if s is not None])
+    except (Infeasible, UserError):
+        return None
+
+
+def _gathering(
+    first: BlockGraph, second: BlockGraph, split: int, sources: list[int]
+) -> Gathering | None:
+    sharers = first.grid[split]
+    kept = [a for a, n in enumerate(first.grid) if a != split and n > 1]
+    full: dict[int, Shape] = {}
+    for i, j in enumerate(sources):
+        store, shape = first.stores[j], first.info.shapes[j]
+        if any(m is not None and shape[m] % first.grid[a] for a, m in enumerate(store.omap)):
+            return None  # short tiles
+        full[i] = (sharers, *store.value.shape[1:])
+    places = _places(first, second, kept, sources, full)
+    if places is None:
+        return None
+    values = _recut(second, (1,), {i: (None,) for i in full}, full)
+    if any(n.op is Op.SIZE and size_value(n) != size_value(values[n]) for n in second.body):
+        return None
+    axes = Axes(_whole(second, values, [(None,)] * len(second.stores), (1,)))
+    target = _shared_axis(second, values, axes, sharers)
+    if target is None:
+        return None
+
+    def along(node: Node) -> tuple[int | None, ...]:
+        dims = axes.of[values[node]]
+        return (dims.index(target) if target in dims else None,)
+
+    omaps = [along(s.value) for s in second.stores]
+    maps = {n.attrs.index: along(n) for n in second.loads}
+    values = _recut(second, (sharers,), maps, full)
+    return Gathering(split, _whole(second, values, omaps, (sharers,)), places)
+
+
+def _places(
+    first: BlockGraph,
+    second: BlockGraph,
+    kept: list[int],
+    sources: list[int],
+    full: dict[int, Shape],
+) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+    """For each store of `second`, which grid axes of `first` move the group's part of it, and along
+    which dim; None where that cannot be seen.
+    """
+    shapes = {i: list(shape) for i, shape in full.items()}
+    for a in kept:
+        moved = [
+            (i, m) for i, j in enumerate(sources) if (m := first.stores[j].omap[a]) is not None
+        ]
+        if all(full[i][m] == 1 for i, m in moved):
+            for i, m in moved:  # a dim of one element is no axis; of two it is
+                shapes[i][m] = 2
+    doubled: dict[int, Shape] = {i: tuple(shape) for i, shape in shapes.items()}
+    values = _recut(second, (1,), {i: (None,) for i in full}, doubled)
+    axes = Axes(_whole(second, values, [(None,)] * len(second.stores), (1,)))
+    cut: dict[int, int | None] = {}
+    for a in kept:
+        found = {
+            axes.of[values[n]][m]
+            for n in second.loads
+            if (m := first.stores[sources[n.attrs.index]].omap[a]) is not None
+        } - {None}
+        if len(found) != 1:
+            return None
+        cut[a] = found.pop()
+    places = []
+    for s in second.stores:
+        dims = axes.of[values[s.value]]
+        if any(axis not in dims for axis in cut.values()):
+            return None
+        places.append(tuple((a, dims.index(axis)) for a, axis in cut.items()))
+    return tuple(places)
 
 
 def _shared_axis(
-    second: BlockGraph,
-    values: dict[Node, Node],
-    axes: Axes,
-    cut: list[int | None],
-    grid: list[int],
-    sharers: int,
+    second: BlockGraph, values: dict[Node, Node], axes: Axes, sharers: int
 ) -> int | None:
     """The axis along which the blocks of a split share the combining: of every result, evenly cut,
     rows before columns.
@@ -163,11 +254,9 @@ def _shared_axis(
         for n in second.body
         if n.op in (Op.SUM, Op.REDUCE_MAX)
     }
-    order = [*reversed(dims[0][:-1]), dims[0][-1]]
-    for a in order:
+    for a in [*reversed(dims[0][:-1]), dims[0][-1]]:
         if a is None or a in folded or not all(a in d for d in dims):
             continue
-        parts = grid[cut.index(a)] if a in cut else 1
-        if axes.axes[a].extent % (parts * sharers) == 0 and (a in cut or len(grid) < GRID_AXES):
+        if axes.axes[a].extent % sharers == 0:
             return a
     return None

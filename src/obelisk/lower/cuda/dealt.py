@@ -14,7 +14,8 @@ from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.node import Node
 from obelisk.ir.op import LoadAttrs, Op
-from obelisk.lower.cuda.layout import Layout, dealt
+from obelisk.lower.cuda.combine import Gathering
+from obelisk.lower.cuda.layout import WARP, Layout, dealt
 from obelisk.lower.cuda.values import VECTOR_BYTES, Text, Values
 from obelisk.lower.schedule import Operand
 
@@ -54,7 +55,18 @@ class Dealt(Values):
             if n.op in (Op.SUM, Op.REDUCE_MAX)
             and (a := self.axes.of[n.inputs[0]][n.attrs.axis]) is not None
         }
-        self.layout: Layout = dealt(self.axes.axes, inner, sorted(folded), self.threads, vector)
+        order = sorted(folded)
+        self.layout: Layout = dealt(self.axes.axes, inner, order, self.threads, vector)
+        # Threads without elements of their own would read what others read.
+        while self.threads > WARP and self.layout.idle and self.alone(folded):
+            self.threads //= 2
+            self.layout = dealt(self.axes.axes, inner, order, self.threads, vector)
+        if not threads:
+            self.present = self.threads
+
+    def alone(self, folded: set[int]) -> bool:
+        """Whether no fold crosses warps, so that threads of a block may stay away."""
+        return all(self.layout.dim(a).warps[0] == 1 for a in folded)
 
     def contiguous(self) -> tuple[int | None, int]:
         """The axis that most bytes are contiguous along, and elements of a 16-byte vector."""
@@ -110,38 +122,42 @@ class Dealt(Values):
 
 
 class Gathered(Dealt):
-    """Prints a block graph that combines parts which lie in the shared memory of a cluster.
-
-    Its params are tiles of parts, dim 0 the block that holds them. `share` is the text of this
-    block's number in the cluster and the grid axes along which the blocks share the work.
+    """Prints a block graph that combines parts in the shared memory of the blocks of a cluster,
+    each block a share of the result.
     """
 
     def __init__(
         self,
-        block: BlockGraph,
+        ending: Gathering,
         params: Sequence[Operand],
         results: Sequence[Operand],
         pointers: tuple[Sequence[str], Sequence[str]],
         threads: int,
-        share: tuple[str, set[int]],
     ) -> None:
-        self.rank, self.shared_axes = share
-        super().__init__(block, params, results, "z", pointers, threads)
+        self.ending, self.rank = ending, f"g{ending.split}"
+        super().__init__(ending.block, params, results, "z", pointers, threads)
 
     def load_moves(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Strides within a part, and elements per share along each grid axis."""
+        """Strides within a part, and elements from one share to the next."""
         at: LoadAttrs = node.attrs
         strides = (0, *self.params[at.index].strides[1:])
-        moves = [
-            0 if d is None or p not in self.shared_axes else node.shape[d] * strides[d]
-            for p, d in enumerate(at.imap)
-        ]
-        return strides, (*moves, 0)
+        (d,) = at.imap
+        return strides, (0 if d is None else node.shape[d] * strides[d], 0)
 
     def load_start(self, moves: Sequence[int]) -> str:
-        return " + ".join(f"{self.rank} * {step}" for step in moves if step)
+        return f"{self.rank} * {moves[0]}" if moves[0] else ""
 
     def element(self, node: Node, base: str, strides: Sequence[int], layout: Layout) -> str:
         part = self.axes.of[node][0]
         block = "0" if part is None else self.index(part, layout)
         return f"ob_remote({base}, {block}) + {self.address(node, strides, layout)}"
+
+    def store_start(self, j: int, moves: Sequence[int]) -> str:
+        """The group's part of the result, and this block's share of it."""
+        value, strides = self.block.stores[j].value, self.results[j].strides
+        (shared,) = self.block.stores[j].omap
+        parts = [f"{self.rank} * {moves[0]}ll"]
+        for a, d in self.ending.places[j]:
+            extent = value.shape[d] * (self.block.grid[0] if d == shared else 1)
+            parts.append(f"g{a} * {extent * strides[d]}ll")
+        return " + ".join(parts)

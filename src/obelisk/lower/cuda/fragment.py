@@ -35,7 +35,7 @@ MOST_BULK_STAGES = 16
 MOST_RESIDENT = 4
 MOST_WARPS = 16  # along the rows
 NARROW = (DType.F16, DType.BF16)
-STATIC = 1024  # bytes of shared memory kept for barriers
+STATIC = 2048  # bytes of shared memory kept for barriers and scales
 ALIGNMENT = 8 * LINE  # of swizzled tiles
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from obelisk.ir.block import BlockGraph
 from obelisk.ir.op import Op
-from obelisk.lower.cuda.combine import Ending, combining, split_axis
+from obelisk.lower.cuda.combine import Gathering, combining, gathering, split_axis
 from obelisk.lower.cuda.dealt import Dealt, Gathered
 from obelisk.lower.cuda.describe import plan_lines
 from obelisk.lower.cuda.fragment import Fragments
@@ -49,41 +49,25 @@ class Made:
 
 def cluster_ending(
     block: BlockGraph, last: Last, machine: Machine, options: CudaOptions
-) -> Ending | None:
+) -> Gathering | None:
     """How the blocks of a split, as one cluster, share the combining; None where they cannot."""
     split = split_axis(block)
     if split is None or not options.clusters or Feature.CLUSTERS not in machine.features:
         return None
     if block.grid[split] > MOST_CLUSTER or any(s.fmap is not None for s in block.stores):
         return None
-    return combining(block, last.block, last.places, True)
+    return gathering(block, last.block, last.places)
 
 
-def coordinate_lines(ending: Ending) -> list[str]:
-    """The combining launch's coordinates from those of the first."""
-    out = []
-    for p, (a, cuts) in enumerate(ending.coordinates):
-        text = f"g{a}"
-        if cuts > 1:
-            text = f"g{a} * {cuts} + g{ending.split}"
-        out.append(f"  const int zg{p} = {'0' if cuts < 0 else text};")
-    return out
-
-
-def gathered(work: Fragments, last: Last, ending: Ending, outputs: list[str]) -> list[str]:
+def gathered(work: Fragments, last: Last, ending: Gathering, outputs: list[str]) -> list[str]:
     """Lines by which the blocks of a cluster combine their parts, each a share of the result."""
-    assert all(j is not None for j in last.places)
     kept = [j for j in last.places if j is not None]
     params = [work.results[j] for j in kept]
-    shared = {p for p, (_, cuts) in enumerate(ending.coordinates) if cuts != 1}
     names = ([f"part{j}" for j in kept], outputs)
-    combine = Gathered(
-        ending.block, params, last.results, names, work.threads, (f"g{ending.split}", shared)
-    )
+    combine = Gathered(ending, params, last.results, names, work.threads)
     return [
         "ob_cluster_barrier();",
         "{",
-        *coordinate_lines(ending),
         *("  " + x for x in combine.body()),
         "}",
         "ob_cluster_barrier();  // no block leaves while its parts are read",
@@ -96,7 +80,7 @@ def counted(
     """Lines by which the last block of a split to arrive combines the parts, and the counters they
     need; None where the launches do not fit together.
     """
-    found = combining(block, last.block, last.places, False)
+    found = combining(block, last.block, last.places)
     if found is None:
         return None
     names = ([f"out{j}" for j in last.places], outputs)
@@ -109,7 +93,10 @@ def counted(
         step *= grid[a]
     counter = f"counters + ({' + '.join(number) or '0'})"
     opening = f"if (ob_last_block({counter}, {grid[found.split]})) {{"
-    return [opening, *coordinate_lines(found), *("  " + x for x in lines), "}"], step
+    coordinates = [
+        f"  const int zg{p} = {'0' if a < 0 else f'g{a}'};" for p, a in enumerate(found.coordinates)
+    ]
+    return [opening, *coordinates, *("  " + x for x in lines), "}"], step
 
 
 def _begin(work: Fragments | Dealt, block: BlockGraph, fastest: int | None) -> list[str]:

@@ -87,11 +87,14 @@ def right_dim(axis: Axis, warps: int = 1) -> Dim:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A dealing of axes to threads. `order` lists the axes, the one with vectors last."""
+    """A dealing of axes to threads. `order` lists the axes, the one with vectors last; `idle`: not
+    all threads hold elements of their own.
+    """
 
     name: str
     dims: Mapping[int, Dim]
     order: tuple[int, ...]
+    idle: bool = False
 
     def __hash__(self) -> int:
         return hash((self.name, self.order))
@@ -150,4 +153,4 @@ def dealt(
     layout_order = tuple(n for n in order if n != inner) + ((inner,) if inner is not None else ())
     idle = f"thread / {stride} == 0" if left > 1 else ""
     name = f"dealt {threads}" + (f" {idle}" if idle else "")
-    return Layout(name, dims, layout_order)
+    return Layout(name, dims, layout_order, bool(idle))

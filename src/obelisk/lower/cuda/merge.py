@@ -21,12 +21,10 @@ class Joined(Products):
     """Prints what joins the groups.
 
     Attributes:
-        groups, group_threads: groups of warps, and threads of one.
         fixed: bytes of shared memory in front of what the groups exchange.
         sharers: groups that do what comes after the loop; `after`: the layout they do it in.
     """
 
-    group_threads: int
     fixed: int
     after: Layout
     sharers: int

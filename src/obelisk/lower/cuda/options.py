@@ -27,6 +27,8 @@ class CudaOptions:
         clusters: the blocks of a split fold are a cluster where the device has them, keep their
             parts in shared memory, and share the combining.
         wgmma: four warps make a product together where the device can and tiles allow it.
+        share_scales: the scale of a row of a right operand is computed once by the threads of a
+            group, not by each of its warps.
         bulk: a warp of its own fills the pipeline with bulk copies where the device has them.
         resident: blocks that one SM shall hold at a time (0: as many as the grid has for it, at
             most 4, if their pipelines stay deep enough).
@@ -44,6 +46,7 @@ class CudaOptions:
     clusters: bool = False
     wgmma: bool = True
     bulk: bool = False
+    share_scales: bool = True
     threads: int = 256
 
 

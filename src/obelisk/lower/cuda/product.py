@@ -10,15 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from obelisk.base.errors import Infeasible
+from obelisk.ir.block import Phase
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
-from obelisk.lower.cuda.layout import Layout, column_dim, right_dim
+from obelisk.lower.cuda.layout import Dim, Layout, column_dim, right_dim
 from obelisk.lower.cuda.names import CTYPE
+from obelisk.lower.cuda.options import CudaOptions
 from obelisk.lower.cuda.values import Text, Value, Values, base_of
 
 HOIST_REGISTERS = 64  # of an operand that is kept in registers through the loop
 WIDE_ROWS = WIDE_COLUMNS = 64  # of a product by four warps
 LINE = 128  # bytes of a row of a swizzled tile: 64 columns
+VECTOR = 8  # 16-bit elements of a 16-byte access
+SCALE_BYTES = 1024  # of shared memory for scales that a group's threads share
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,9 @@ class Products(Values):
     clamped: bool
     wide: bool
     groups: int
+    group_threads: int
+    bulk: bool
+    options: CudaOptions
     c: Layout
     stages: dict[Node, Stage]
     operands: dict[Node, None]
@@ -149,6 +156,8 @@ class Products(Values):
         stage = self.stages.get(node)
         if stage is None:
             return super().load(node, layout, text)
+        if layout.name.startswith("rows "):
+            return self.load_rows(stage, layout, text)
         side = "a" if layout is self.c else "b"
         k = (
             next(a for a in self.axes.known(node) if a != self.m)
@@ -217,6 +226,92 @@ class Products(Values):
         if set(self.axes.known(v)) != {k, n} or base_of(s).op is Op.LOAD:
             return None
         return v, s, node.op is Op.DIV
+
+    def deal(self, b: Node, s: Node, k: int, n: int) -> Layout | None:
+        """A layout in which the threads of a group share the rows of the staged tile `b`, so that
+        each scale of a row is computed once in the group, not once a warp; None where it has not
+        that form.
+        """
+        stage = self.stages[b]
+        threads, depth = self.group_threads, self.axes.axes[k].extent
+        width = self.axes.axes[n].extent
+        if (stage.rows, stage.inner) != (k, n) or not self.options.share_scales:
+            return None
+        if stage.height != depth or stage.width != width or self.when(s) is not Phase.LOOP:
+            return None
+        if self.column_warps > 1 or 4 * self.groups * depth > SCALE_BYTES:
+            return None
+        across = 1
+        while across < 8 and 2 * across * depth <= threads and width % (16 * across) == 0:
+            across *= 2
+        if depth % (threads // across) or self.reaches_more(s, b):
+            return None
+        rows, part = threads // across, width // across
+        down = Dim(
+            self.axes.axes[k], depth // rows, f"{{r}} * {rows} + member / {across}", (0, 0), (1, 1),
+            "", 1, True,
+        )  # fmt: skip
+        lanes = (1, across // 2) if across > 1 else (0, 0)
+        along = Dim(
+            self.axes.axes[n], part, f"member % {across} * {part} + {{r}}", lanes, (1, 1),
+            f"member % {across} == 0" if across > 1 else "", VECTOR, True,
+        )  # fmt: skip
+        return Layout(f"rows {k} {n}", {k: down, n: along}, (k, n))
+
+    def reaches_more(self, s: Node, b: Node) -> bool:
+        """Whether a value depends on more than the staged tile `b` and constants."""
+        stack, seen = [s], set()
+        while stack:
+            x = base_of(stack.pop())
+            if x in seen or x is b or x.op in (Op.SIZE, Op.CONST):
+                continue
+            seen.add(x)
+            if x.op is Op.LOAD or x.op is Op.MATMUL or self.when(x) is not Phase.LOOP:
+                return True
+            stack.extend(x.inputs)
+        return False
+
+    def shared_scale(self, s: Node, divided: bool, deal: Layout, text: Text) -> str:
+        """The scale (its reciprocal if `divided`) at register r{k}, by way of shared memory."""
+        k, n = deal.order
+        value = self.value(s, deal)
+        depth = self.axes.axes[k].extent
+        name, got = self.name("scales"), self.name("scale")
+        item = self.at(value)
+        if divided:
+            item = f"ob_fast_inverse({item})"
+        barrier = f"ob_group_barrier<{self.group_threads}>(1 + group);"
+        text.line(f"__shared__ float {name}[{self.groups * depth}];")
+        if self.bulk:
+            text.line(barrier)  # the last iteration's have been read
+        self.nest(text, (k,), deal)
+        lead = deal.dim(n).lead
+        where = f"{name}[group * {depth} + {self.index(k, deal)}]"
+        text.line(f"{f'if ({lead}) ' if lead else ''}{where} = {item};")
+        self.unnest(text, (k,))
+        text.line(barrier)
+        text.line(f"float {got}[{self.c.dim(k).registers}];")
+        self.nest(text, (k,), self.c)
+        text.line(f"{got}[r{k}] = {name}[group * {depth} + {self.index(k, self.c)}];")
+        self.unnest(text, (k,))
+        return f"{got}[r{k}]"
+
+    def load_rows(self, stage: Stage, layout: Layout, text: Text) -> Value:
+        """A staged tile in a layout that deals its rows to threads."""
+        value = Value(self.name("x"), layout.order, "f")
+        self.declare(text, value, layout)
+        k, n = layout.order
+        self.loops(text, layout.order, layout, VECTOR)
+        place = f"ob_place<{stage.height}, {stage.stride}>"
+        at = f"{place}({self.index(k, layout)}, ({self.index(n, layout)}) / {VECTOR})"
+        dtype = CTYPE[stage.node.attrs.dtype]
+        text.line("unsigned f[4];")
+        text.line(f"ob_load16(f, {self.home(stage)} + {at});")
+        for i in range(4):
+            one, two = (f"{value.name}[r{k}][r{n} + {2 * i + j}]" for j in range(2))
+            text.line(f"ob_unpack({dtype}{{}}, f[{i}], {one}, {two});")
+        self.unnest(text, layout.order)
+        return value
 
     def left(self, x: Node, k: int, text: Text, scale: str = "") -> tuple[str, str]:
         """Lines that fill `unsigned a[4]` for tile w and step k, and what is declared before.
@@ -340,7 +435,10 @@ class Products(Values):
         if found is not None:
             b, s, divided = found
             layout = self.right(k, n)
-            if divided:
+            deal = self.deal(base_of(b), base_of(s), k, n)
+            if deal is not None:
+                scale = self.shared_scale(base_of(s), divided, deal, text)
+            elif divided:
                 scale = self.derived(base_of(s), layout, "inv", "ob_fast_inverse({0})")
             else:
                 scale = self.at(self.value(s, layout))

@@ -603,6 +603,10 @@ class Values:
         """Where the current block's and iteration's part of a param begins."""
         return self.steps(moves)
 
+    def store_start(self, j: int, moves: Sequence[int]) -> str:
+        """Where the current block's and iteration's part of a result begins."""
+        return self.steps(moves)
+
     def element(self, node: Node, base: str, strides: Sequence[int], layout: Layout) -> str:
         """The address of a load's element at the current registers."""
         return f"{base} + {self.address(node, strides, layout)}"
@@ -669,7 +673,7 @@ class Values:
         n = 1
         if value is not None and value.kind == kind == "f" and value.axes == axes:
             n = self.vector(node, dtype, strides, moves, layout)
-        pointer, start = self.result_names[j], self.steps(moves)
+        pointer, start = self.result_names[j], self.store_start(j, moves)
         name = self.name("y")
         text.line(f"{CTYPE[dtype]} *{name} = {pointer}{' + ' + start if start else ''};")
         # One thread writes an element: the first of those that hold it.

@@ -8,6 +8,12 @@ OB_DEVICE void ob_ldmatrix(unsigned (&r)[4], unsigned at) {
                : "r"(at)
                : "memory");
 }
+OB_DEVICE void ob_load16(unsigned (&r)[4], unsigned at) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
 OB_DEVICE void ob_ldmatrix_t(unsigned (&r)[4], unsigned at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -1,0 +1,121 @@
+"""What sm_90 adds: products of four warps, clusters that combine in shared memory, bulk copies by a
+warp of their own. Each is a choice, and other architectures keep what they have.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.cuda_graphs import attention, gated, norm_matmul
+
+from obelisk.lower.cuda import CudaOptions, Place, describe, lower_cuda
+from obelisk.machine import find
+
+H200 = find("h200")
+OLDER = [find(n) for n in ("a100", "rtx3090", "rtx4090", "rtx5090")]
+TALL = attention(2, 128, 512, 64, row_tile=64, split=2, key_tile=64)
+
+
+def source(graph, machine=H200, **options) -> str:  # type: ignore[no-untyped-def]
+    (kernel,) = lower_cuda(graph, machine, CudaOptions(**options)).kernels
+    return kernel.source
+
+
+def test_tall_tiles_are_multiplied_by_four_warps() -> None:
+    text = source(TALL)
+    assert "ob_wgmma<1>(ob_f16{}" in text
+    assert "ob_mma(ob_f16{}" not in text
+    assert "ob_mma(ob_f16{}" in source(TALL, wgmma=False)
+    low = attention(2, 32, 512, 64, row_tile=32, split=2, key_tile=64)
+    assert "ob_wgmma<" not in source(low)
+
+
+def test_keys_that_lie_first_are_read_along_the_depth() -> None:
+    graph = attention(1, 64, 256, 64, row_tile=64, split=1, key_tile=64, transposed=True)
+    text = source(graph)
+    assert "ob_wgmma<0>" in text  # q k: the depth is contiguous
+    assert "ob_wgmma<1>" in text  # p v: it is not
+
+
+@pytest.mark.parametrize("machine", OLDER, ids=lambda m: m.arch)
+def test_other_architectures_have_none_of_it(machine) -> None:  # type: ignore[no-untyped-def]
+    text = source(TALL, machine, bulk=True, wgmma=True)
+    assert "wgmma" not in text
+    assert "ob_bulk" not in text
+
+
+def test_a_block_of_a_cluster_reads_the_parts_of_the_others() -> None:
+    module = lower_cuda(TALL, H200, CudaOptions(clusters=True))
+    (kernel,) = module.kernels
+    (launch,) = module.launches
+    assert kernel.cluster == 2
+    assert module.counters == 0
+    assert [p.place for p in launch.arguments] == [Place.INPUT] * 3 + [Place.OUTPUT]
+    body = kernel.source.partition('extern "C"')[2]
+    assert body.count("ob_cluster_barrier();") == 2
+    assert "ob_remote(zp" in body
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        TALL,
+        attention(2, 32, 2048, 64, row_tile=16, split=8, key_tile=64),
+        norm_matmul(8, 1024, 256, parts=4, split=4, tile=64),
+        gated(8, 1024, 256, parts=4, loop=4, split=4),
+    ],
+    ids=["tall", "short", "norm", "gated"],
+)
+def test_parts_lie_behind_what_the_groups_exchange(graph) -> None:  # type: ignore[no-untyped-def]
+    (kernel,) = lower_cuda(graph, H200, CudaOptions(clusters=True)).kernels
+    plan = "\n".join(kernel.plan)
+    parts = [
+        (int(b), int(a))
+        for a, b in re.findall(r"part \d+ for the cluster: (\d+) bytes at (\d+)", plan)
+    ]
+    exchange = re.search(r"groups exchange (\d+) bytes at (\d+)", plan)
+    end = sum(map(int, exchange.groups())) if exchange else 0
+    assert parts
+    for at, size in parts:
+        assert at >= end
+        assert at % 16 == 0
+        end = at + size
+    assert end <= kernel.shared <= H200.shared_bytes
+
+
+def test_the_split_axis_may_stand_anywhere_in_the_grid() -> None:
+    """The blocks of a cluster are neighbours, so the split varies fastest in their numbers."""
+    graph = norm_matmul(8, 1024, 256, parts=4, split=4, tile=64)
+    text = source(graph, clusters=True)
+    assert "const int g1 = (int)blockIdx.x % 4;" in text
+
+
+def test_a_warp_of_its_own_copies_in_bulk() -> None:
+    graph = norm_matmul(16, 1024, 512, parts=4, split=1, tile=64)
+    plain, bulk = (lower_cuda(graph, H200, CudaOptions(bulk=b)).kernels[0] for b in (False, True))
+    assert bulk.threads == plain.threads + 32
+    assert "ob_bulk_tile<64, 128" in bulk.source
+    assert "ob_copy_tile<" not in bulk.source.partition('extern "C"')[2]
+    ragged = norm_matmul(16, 1000, 500, parts=4, split=1, tile=64)
+    assert "ob_bulk_tile<" not in lower_cuda(ragged, H200, CudaOptions(bulk=True)).kernels[0].source
+
+
+def test_scales_of_rows_are_computed_once_in_a_group() -> None:
+    graph = attention(2, 64, 512, 64, row_tile=64, split=2, key_tile=64, norm=True)
+    assert "__shared__ float scales" in source(graph)
+    assert "__shared__ float scales" not in source(graph, share_scales=False)
+
+
+def test_the_plan_names_layouts_order_pipeline_and_memory() -> None:
+    options = CudaOptions(clusters=True)
+    text = describe(lower_cuda(TALL, H200, options))
+    for piece in (
+        "in clusters of 2", "layout 'result'", "swizzled lines of 128 bytes", "slots of 16384",
+        "each iteration:", "running_max along axes", "part 0 for the cluster", "shared memory:",
+    ):  # fmt: skip
+        assert piece in text
+    assert text == describe(lower_cuda(TALL, H200, options))
+    generic = describe(lower_cuda(TALL, H200, CudaOptions(fragments=False)))
+    assert "product in f32" in generic
+    assert "tile of" in generic
