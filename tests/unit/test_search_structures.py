@@ -16,6 +16,7 @@ from obelisk.lower.schedule import flatten
 from obelisk.machine import Machine, find
 from obelisk.search import Budget, Candidate, Space, search
 from obelisk.search.threads import Residence, registers, residences
+from obelisk.verify import verify
 
 CPU = find("cpu")
 
@@ -157,6 +158,43 @@ def test_online_softmax_is_found_also_where_the_program_has_no_maximum(name: str
     q, k, v = random_inputs(program, 1, 1.0)
     got = run(best, [q * 200, k, v])[0]
     assert np.isfinite(got).all()
+
+
+def test_both_norms_of_queries_and_keys_inside_online_attention() -> None:
+    """One kernel that reads q, k and v alone: it norms both, keys tile by tile, and turns the keys
+    inside.
+    """
+
+    def fits(c: Candidate) -> bool:
+        b = only_kernel(c)
+        if b is None or ops(b, Op.RUNNING_MAX) != 1 or ops(b, Op.ACCUM_RESCALE) != 2:
+            return False
+        roots = [n for n in b.body if n.op is Op.SQRT]
+        return len(b.loads) == 3 and {b.info.phase[n] for n in roots} >= {Phase.LOOP}
+
+    program = load_program("qknorm_k")
+    assert verify(program, found(program, fits).graph).accepted
+
+
+def test_a_split_norm_and_product_with_copies_of_the_norm() -> None:
+    """The depth of rmsnorm and its product split over blocks that also cut the columns: the sums of
+    squares have none, so each block stores a copy, and the second kernel divides.
+    """
+
+    def fits(c: Candidate) -> bool:
+        found_blocks = blocks(c.graph)
+        if len(found_blocks) != 2 or len(c.graph.launches()) != 2:
+            return False
+        first, second = found_blocks
+        return len([n for n in first.grid if n > 1]) == 2 and len(first.stores) == 2
+
+    g = KernelGraph()
+    x, w = g.input((4, 2048)), g.input((2048, 1024))
+    g.output(g.matmul(g.rms_norm(x), w))
+    program = g.freeze()
+    best = found(program, fits, find("h200")).graph
+    check(program, best)
+    assert verify(program, best).accepted
 
 
 @pytest.mark.parametrize("name", ["gqa", "safe", "qknorm"])

@@ -17,7 +17,7 @@ from obelisk.ir.table import TABLE, Kind
 Axis = int
 Dims = tuple[Axis | None, ...]
 _FREE = (Op.CONST, Op.SIZE)
-_STRUCTURE = (Op.RESHAPE, Op.TRANSPOSE, Op.BROADCAST, Op.SLICE, Op.CONCAT, Op.BLOCK)
+_STRUCTURE = (Op.RESHAPE, Op.BROADCAST, Op.SLICE, Op.CONCAT, Op.BLOCK)
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,10 @@ def reduced_axis(node: Node, dims: dict[Node, Dims]) -> Axis | None:
 def _unify(union: _Union, node: Node) -> None:
     """Join the dims that an operator forces to be cut together."""
     if node.op in _FREE:
+        return
+    if node.op is Op.TRANSPOSE:  # the same axes in another order
+        for d, p in enumerate(node.attrs.perm):
+            union.join((node, d), (node.inputs[0], p))
         return
     if node.op is Op.MATMUL:
         a, b = node.inputs

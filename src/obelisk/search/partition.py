@@ -82,7 +82,8 @@ class Partition:
         self.position = {n: i for i, n in enumerate(self.order)}
         self.efficiency = EXPECTED
         on_gpu = machine.kind is MachineKind.CUDA
-        self._launch = machine.launch_seconds if on_gpu else LONE_LAUNCH
+        least = machine.launch_seconds + machine.latency
+        self._launch = least if on_gpu else LONE_LAUNCH
         self._intervals: dict[tuple[int, int], Interval | None] = {}
         self._primitive = {n: self._primitive_seconds(n) for n in self.order}
         # The last position at which each value is still read.

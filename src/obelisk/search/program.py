@@ -80,6 +80,13 @@ class Program:
             self.raw_exponents.add(polys[0].id)
             bare = t.without_peaks(polys[0])
             self.exponents[bare.id] = bare
+        if node.op is Op.TRANSPOSE:
+            (x,) = node.inputs
+            p, q = self.tiny[x]
+            perm = node.attrs.perm
+            self.poly[node] = self.poly[x]
+            self.tiny[node] = (p.transpose(perm), None if q is None else q.transpose(perm))
+            return
         axis = reduced_axis(node, self.segment.dims)
         self.poly[node] = apply_poly(t, node.op, polys, axis)
         args = [aligned(self.tiny[i], 0, node.rank) for i in node.inputs]

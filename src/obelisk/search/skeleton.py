@@ -154,11 +154,14 @@ def extract(synthesis: Synthesis) -> Skeleton | None:
     return Skeleton(tuple(steps), tuple(index[v.id] for v in found), synthesis.schedule, cost, safe)
 
 
+_ONE_OPERAND = (Op.SUM, Op.REDUCE_MAX, Op.TRANSPOSE)  # what follows the operand are dims
+
+
 def _operands(step: tuple[Any, ...]) -> list[int]:
     """Operand value ids of a bank step."""
     if step[0] in ("load", "const", "size"):
         return []
-    if step[0] in (Op.SUM, Op.REDUCE_MAX):
+    if step[0] in _ONE_OPERAND:
         return [step[1]]
     return list(step[1:])
 
@@ -166,8 +169,8 @@ def _operands(step: tuple[Any, ...]) -> list[int]:
 def _renumber(step: tuple[Any, ...], index: Mapping[int, int]) -> tuple[Any, ...]:
     if step[0] in ("load", "const", "size"):
         return step
-    if step[0] in (Op.SUM, Op.REDUCE_MAX):
-        return (step[0], index[step[1]], step[2])
+    if step[0] in _ONE_OPERAND:
+        return (step[0], index[step[1]], *step[2:])
     return (step[0], *(index[i] for i in step[1:]))
 
 
@@ -297,6 +300,8 @@ class _Builder:
         if name in (Op.SUM, Op.REDUCE_MAX):
             fold = b.sum if name is Op.SUM else b.reduce_max
             return fold(self.nodes[rest[0]], rest[1])
+        if name is Op.TRANSPOSE:
+            return b.transpose(self.nodes[rest[0]], rest[1:])
         args = [self.nodes[i] for i in rest]
         return _apply(name, args)
 

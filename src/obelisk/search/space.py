@@ -36,7 +36,7 @@ class Space:
 
     block_ops: int = 40
     grid_axes: int = 3
-    window: int = 16
+    window: int = 24
     online_softmax: bool = True
     split_reductions: bool = True
     thread_graphs: bool = True

@@ -46,6 +46,9 @@ _WEIGHT = {
 }  # fmt: skip
 
 
+TURN = 0.05  # weight of a transpose, which is mostly a way to read
+
+
 class Synthesis:
     """The bank for one schedule."""
 
@@ -79,6 +82,7 @@ class Synthesis:
         self._done: set[int] = set()
         self._by_poly: dict[int, list[Value]] = {}
         self._ops = program.segment.ops
+        self._turned = [n for n in program.segment.nodes if n.op is Op.TRANSPOSE]
         self._lawless = [n for n in program.segment.nodes if n.op in _LAWLESS]
         self._pseudo = len(
             program.segment.extents
@@ -271,6 +275,7 @@ class Synthesis:
             )
 
     def _expand(self, v: Value) -> None:
+        self._transposes(v)
         self._unary(v)
         self._reductions(v)
         self._accumulators(v)
@@ -281,6 +286,31 @@ class Synthesis:
             self._pair(v, w)
             if w is not v:
                 self._pair(w, v)
+
+    def _transposes(self, v: Value) -> None:
+        """The transposes of the program, on values that have the axes of its operand or ones."""
+        if v.peak != -1:
+            return
+        for node in self._turned:
+            source, perm = self.segment.dims[node.inputs[0]], node.attrs.perm
+            if len(v.dims) != len(source) or any(
+                a not in (None, b) for a, b in zip(v.dims, source, strict=True)
+            ):
+                continue
+            axes = [0, 1, *(LEAD + p for p in perm)]
+            self.offer(
+                (Op.TRANSPOSE, v.id, *perm),
+                (v,),
+                tuple(v.dims[p] for p in perm),
+                v.phase,
+                v.poly,
+                TURN * self.work(v.dims, None, v.phase),
+                lambda axes=axes: tuple(  # type: ignore[misc]
+                    None if x is None else x.transpose(axes) for x in v.data
+                ),
+                partial=v.partial,
+                open_fold=v.open,
+            )
 
     def _unary(self, v: Value) -> None:
         for op in _UNARY:
