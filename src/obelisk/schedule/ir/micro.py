@@ -1,0 +1,193 @@
+"""Micro-operations: what one chunk of a phase is made of, and in which order a warp issues it.
+
+`expand` fills the second region of each streaming phase; `order` sorts it by list scheduling
+(`ordering.py`) within the registers of the role. Cycles are those of one warp on one SM, from the
+vendor's throughput tables (a 16-byte shared load of a warp takes 4 of the 128-byte cycles) and
+published microbenchmarks of latencies (about 30 cycles shared, 33 for mma, 23 for a shuffle); they
+rank orders, nothing depends on their last digit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xdsl.dialects.builtin import IntAttr, ModuleOp
+from xdsl.ir import Block, Operation, SSAValue
+
+from obelisk.schedule.gpu import K_BLOCK, GpuTiling
+from obelisk.schedule.gpu_types import CONSUMER as CONSUMER_ROLE
+from obelisk.schedule.gpu_types import LOADER as LOADER_ROLE
+from obelisk.schedule.ir.dialects import (
+    UNITS,
+    CopyOp,
+    EventType,
+    FragmentOp,
+    LoadOp,
+    MicroOp,
+    MultiplyOp,
+    PhaseOp,
+    ReduceOp,
+    RegisterType,
+    ReleaseOp,
+    SpecialOp,
+    StoreOp,
+    WaitOp,
+    numbers,
+)
+from obelisk.schedule.ir.ordering import Node, Order, list_schedule
+from obelisk.schedule.ir.passes import phases
+
+SHARED = (4, 30)  # issue and latency of a 16-byte shared load of a warp
+DEVICE = (8, 700)  # of a 16-byte load from device memory
+MMA = (8, 33)  # of one m16n8k16
+FMA = (8, 12)  # of eight fused multiply-adds of a lane
+SHUFFLE = (2, 23)
+SPECIAL = (8, 22)
+EVENT = (1, 20)  # looking at, or arriving at, an mbarrier
+ATTEND_AHEAD = 6  # positions of the context that a lane has under way
+
+
+def times(cost: tuple[int, int], n: int) -> tuple[int, int]:
+    """Issue and latency of `n` of the same, one behind the other."""
+    return n * cost[0], (n - 1) * cost[0] + cost[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pen:
+    """Appends micro-operations to a block."""
+
+    block: Block
+
+    def put(
+        self, kind: type[MicroOp], uses: list[SSAValue], cost: tuple[int, int],
+        registers: int = 0, event: bool = False, role: str = CONSUMER_ROLE,
+    ) -> tuple[SSAValue, ...]:  # fmt: skip
+        """Append one; gives its results (registers first, then the event)."""
+        gives: list[RegisterType | EventType] = []
+        if registers:
+            gives.append(RegisterType(IntAttr(registers)))
+        if event:
+            gives.append(EventType())
+        op = kind(role, uses, gives, *cost)
+        self.block.add_op(op)
+        return tuple(op.gives)
+
+
+def _product(pen: _Pen, t: GpuTiling, special: bool) -> None:
+    """A chunk of a product: one warp, `chunk_cols` columns of 8 rows, 32 at a time."""
+    (landed,) = pen.put(CopyOp, [], (t.chunk_bytes // 64, 700), event=True, role=LOADER_ROLE)
+    (there,) = pen.put(WaitOp, [landed], EVENT, event=True)
+    sums: SSAValue | None = None
+    read: list[SSAValue] = []
+    for _ in range(-(-t.chunk_cols // K_BLOCK)):
+        weights, done = pen.put(FragmentOp, [there], SHARED, registers=4, event=True)
+        (inputs,) = pen.put(LoadOp, [], SHARED, registers=4)
+        read.append(done)
+        uses = [weights, inputs] + ([] if sums is None else [sums])
+        (sums,) = pen.put(MultiplyOp, uses, times(MMA, 2), registers=4)
+    pen.put(ReleaseOp, read, EVENT)
+    assert sums is not None
+    (total,) = pen.put(ReduceOp, [sums], times(SHUFFLE, 2), registers=2)
+    if special:
+        (total,) = pen.put(SpecialOp, [total], SPECIAL, registers=2)
+    pen.put(StoreOp, [total], (2, 400))
+
+
+def _attend(pen: _Pen, heads: int) -> None:
+    """A few positions of the context: keys, scores, softmax, values; straight from device
+    memory.
+    """
+    keys = [pen.put(FragmentOp, [], DEVICE, registers=4)[0] for _ in range(ATTEND_AHEAD)]
+    values = [pen.put(FragmentOp, [], DEVICE, registers=4)[0] for _ in range(ATTEND_AHEAD)]
+    (queries,) = pen.put(LoadOp, [], SHARED, registers=8 * heads)
+    sums: SSAValue | None = None
+    for k, v in zip(keys, values, strict=True):
+        (score,) = pen.put(MultiplyOp, [k, queries], times(FMA, heads), registers=heads)
+        (score,) = pen.put(ReduceOp, [score], times(SHUFFLE, 4 * heads), registers=heads)
+        (weight,) = pen.put(SpecialOp, [score], times(SPECIAL, heads), registers=heads)
+        uses = [v, weight] + ([] if sums is None else [sums])
+        (sums,) = pen.put(MultiplyOp, uses, times(FMA, heads), registers=8 * heads)
+    assert sums is not None
+    pen.put(StoreOp, [sums], (2, 400))
+
+
+def expand(module: ModuleOp, t: GpuTiling, heads: int) -> None:
+    """Fill the micro-operations of every phase that streams: those of one chunk (attention: of the
+    positions that a lane has under way; `heads` query heads share them).
+    """
+    for phase, _ in phases(module):
+        kinds = [op.kind.data for op in phase.operators()]
+        if not phase.stream():
+            continue
+        block = Block()
+        if kinds[-1] == "attend":
+            _attend(_Pen(block), heads)
+        else:
+            _product(_Pen(block), t, "gate" in kinds)
+        phase.micro.add_block(block)
+
+
+def micro_operations(phase: PhaseOp) -> list[MicroOp]:
+    """A phase's micro-operations in their present order."""
+    if not phase.micro.blocks:
+        return []
+    return [op for op in phase.micro.block.ops if isinstance(op, MicroOp)]
+
+
+def nodes(ops: list[MicroOp]) -> list[Node]:
+    """The DAG of micro-operations: uses of registers are data edges, of events resource edges."""
+    at: dict[Operation, int] = {op: i for i, op in enumerate(ops)}
+    out = []
+    for op in ops:
+        uses: list[int] = []
+        after: list[int] = []
+        for value in op.uses:
+            owner = value.owner
+            assert isinstance(owner, Operation)
+            (uses if isinstance(value.type, RegisterType) else after).append(at[owner])
+        out.append(Node(
+            op.role.data + "." + UNITS[op.name], op.issue.value.data, op.latency.value.data,
+            op.registers, tuple(uses), tuple(after),
+        ))  # fmt: skip
+    return out
+
+
+def ahead(ops: list[MicroOp]) -> int:
+    """The most fragments that are read before the multiplication that uses them is issued."""
+    waiting: set[SSAValue] = set()
+    most = 0
+    for op in ops:
+        if isinstance(op, FragmentOp):
+            waiting.add(op.gives[0])
+            most = max(most, len(waiting))
+        elif isinstance(op, MultiplyOp):
+            waiting -= set(op.uses)
+    return most
+
+
+def _span(ops: list[MicroOp], found: Order) -> int:
+    """Cycles of a warp from its first look at the chunk until the last product is there."""
+    begin = [found.start[i] for i, op in enumerate(ops) if isinstance(op, WaitOp)]
+    end = [
+        found.start[i] + op.latency.value.data
+        for i, op in enumerate(ops) if isinstance(op, MultiplyOp)
+    ]  # fmt: skip
+    return max(end) - min(begin, default=0)
+
+
+def order(module: ModuleOp, registers: int) -> None:
+    """Sort each phase's micro-operations by list scheduling within `registers` of a thread; notes
+    cycles, live registers and fragments read ahead. Raises `Infeasible` when the share is too
+    small.
+    """
+    for phase, _ in phases(module):
+        ops = micro_operations(phase)
+        if not ops:
+            continue
+        found: Order = list_schedule(nodes(ops), registers)
+        block = phase.micro.block
+        for op in ops:
+            block.detach_op(op)
+        sorted_ops = [ops[i] for i in found.order]
+        block.add_ops(sorted_ops)
+        phase.properties["order"] = numbers([_span(ops, found), found.registers, ahead(sorted_ops)])

@@ -1,0 +1,155 @@
+"""GPU schedules: real shapes are accepted, unsafe mutations never; rings, copies, roles."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from tests.gpu_schedules import (
+    GPU_MUTATIONS,
+    GPU_SHAPES,
+    bf16,
+    gpu_model,
+    small_schedule,
+)
+from tests.mega_models import config
+
+from obelisk.machine import find
+from obelisk.schedule.gpu import GpuTiling, default_tiling
+from obelisk.schedule.gpu_check import check_gpu, shallow
+from obelisk.schedule.gpu_ring import judge_ring
+from obelisk.schedule.gpu_tasks import GpuStep
+from obelisk.schedule.gpu_types import Compute, GpuSchedule, Meet, Poll
+from obelisk.schedule.ir import Setting, schedule_of
+from obelisk.schedule.ir.lower import make_ring
+from obelisk.tasks import parse_config
+
+H200 = find("h200")
+SEEDS, UNSAFE = 4, 1300  # 5,200 in all
+
+
+def scheduled(name: str, batch: int = 1, layers: int | None = None) -> GpuSchedule:
+    """The default schedule of a real model on the H200."""
+    model, work = gpu_model(name, layers), bf16(batch)
+    step = GpuStep(model, work, default_tiling(model, work, H200))
+    return schedule_of(Setting(step if layers else shallow(step)))
+
+
+@pytest.mark.parametrize("name", GPU_SHAPES)
+def test_real_shapes_are_accepted(name: str) -> None:
+    """Ten models on 132 blocks, as deep as the argument of `gpu_check` needs: no fault."""
+    schedule = scheduled(name)
+    assert schedule.blocks == 132
+    assert check_gpu(schedule, H200) == []
+
+
+def test_the_whole_depth_of_a_real_model_is_accepted() -> None:
+    """All 16 layers of Llama-3.2-1B, on a third of the SMs."""
+    model = gpu_model("Llama-3.2-1B")
+    step = GpuStep(model, bf16(), default_tiling(model, bf16(), H200, blocks=44))
+    assert check_gpu(schedule_of(Setting(step)), H200) == []
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_unsafe_mutations_are_never_accepted(seed: int) -> None:
+    """Thousands of schedules that are unsafe by construction: the judge accepts none.
+
+    The unmutated schedule is accepted each time, so the judge does not simply refuse everything.
+    """
+    rng = random.Random(seed)
+    done: Counter[str] = Counter()
+    while done.total() < UNSAFE:
+        base = small_schedule(rng)
+        assert check_gpu(base, H200) == []
+        for _ in range(3):
+            for mutate in GPU_MUTATIONS:
+                bad = mutate(base, rng)
+                if bad is not None and bad != base:
+                    assert check_gpu(bad, H200), f"{mutate.__name__} was accepted"
+                    done[mutate.__name__] += 1
+    assert set(done) == {m.__name__ for m in GPU_MUTATIONS}
+
+
+def test_neighbouring_layers_are_alike() -> None:
+    """What `shallow` rests on: adding `rotate` to a block's number maps a layer onto the next."""
+    schedule = scheduled("SmolLM2-360M", layers=4)
+    turn, blocks = schedule.step.tiling.rotate, schedule.blocks
+
+    def layer(block: int, n: int) -> list[object]:
+        out: list[object] = []
+        for item in schedule.programs[block]:
+            match item:
+                case Compute(task) if task.layer == n and task.core < 0:
+                    out.append((task.kind, task.lo, task.hi))
+                case Poll(region) if region.layer == n:
+                    out.append((region.value, region.lo, region.hi))
+        return out
+
+    assert all(
+        layer(block, 2) == layer((block + turn) % blocks, 1) and layer(block, 1)
+        for block in range(blocks)
+    )
+    deep = GpuStep(gpu_model("SmolLM2-360M"), bf16(), schedule.step.tiling)
+    assert shallow(deep).model.layers == 4
+    odd = replace(deep, model=replace(deep.model, layers=31))
+    assert shallow(odd).model.layers == 3
+
+
+def test_all_blocks_must_be_resident_at_a_time() -> None:
+    """A grid that waits for itself fits a machine with as many SMs, and not one with one less."""
+    schedule = scheduled("Qwen3-0.6B", layers=2)
+    assert check_gpu(schedule, H200) == []
+    (fault,) = check_gpu(schedule, replace(H200, cores=131))
+    assert fault.rule == "capacity"
+    assert "132 blocks wait for each other, 131 are resident" in fault.text
+    ada = check_gpu(schedule, find("sm_89"))
+    assert any("shared memory, a block has 101376" in f.text for f in ada)
+
+
+def test_words_are_reused_only_when_every_reader_is_known_to_be_done() -> None:
+    """One copy of every value is enough where each block has a piece of what lies between. On more
+    blocks than there are pieces, `down` is kept twice, and one copy is a fault.
+    """
+    assert all(p.copies == 1 for _, p in scheduled("Llama-3.2-1B", layers=3).pages.device)
+    c = config(num_attention_heads=1, num_key_value_heads=1, head_dim=16, hidden_size=32,
+               intermediate_size=64, vocab_size=50, num_hidden_layers=3)  # fmt: skip
+    tiling = GpuTiling(8, chunk_cols=32, stages=2, in_flight=1, warps=2, kv_pieces=1, rotate=1,
+                       down_split=2)  # fmt: skip
+    schedule = schedule_of(Setting(GpuStep(parse_config(c), bf16(1, 16), tiling)))
+    pages = schedule.pages.device
+    assert [n for n, p in pages if p.copies > 1] == ["down"]
+    assert check_gpu(schedule, H200) == []
+    one = tuple((n, replace(p, copies=1)) for n, p in pages)
+    faults = check_gpu(replace(schedule, pages=replace(schedule.pages, device=one)), H200)
+    assert faults
+    assert {f.rule for f in faults} <= {"race", "progress", "value", "visibility"}
+
+
+def test_a_barrier_makes_polls_superfluous_and_its_absence_does_not() -> None:
+    """Words behind a barrier need no poll; the same schedule without both is refused."""
+    rng = random.Random(2)
+    schedule = next(
+        s for s in (small_schedule(rng) for _ in range(50)) if "o" in s.step.tiling.barriers
+    )
+    unpolled = tuple(
+        tuple(i for i in p if not (isinstance(i, Poll) and i.region.value == "o"))
+        for p in schedule.programs
+    )
+    assert check_gpu(replace(schedule, programs=unpolled), H200) == []
+    bare = tuple(
+        tuple(i for i in p if not (isinstance(i, Meet) and i.name.startswith("o@")))
+        for p in unpolled
+    )
+    assert {f.rule for f in check_gpu(replace(schedule, programs=bare), H200)} >= {"race"}
+
+
+def test_a_ring_of_any_depth_is_accepted_and_bounded() -> None:
+    """Chunks that do not divide by slots, warps or what is in flight."""
+    for stages, flight, warps in ((2, 1, 1), (3, 2, 2), (5, 5, 4), (24, 6, 8)):
+        ring = make_ring(((3, 2), (0, 4), (5, 1)), stages, flight, warps)
+        assert judge_ring(ring, stages, flight, warps) == []
+        if flight > 1:
+            assert judge_ring(ring, stages, flight - 1, warps)[0].rule == "flight"
+        assert judge_ring(ring, stages, flight, warps + 1)[0].rule == "role"
