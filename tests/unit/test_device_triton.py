@@ -1,5 +1,7 @@
-"""On a GPU: Triton's kernels through our own launcher give what float64 gives, every variant, random
-programs too, and inside a CUDA graph. Skipped loudly where there is no GPU or no Triton.
+"""On a GPU: Triton's kernels through our own launcher give what float64 gives.
+
+Every variant, every operator and dtype, random programs, and inside a CUDA graph. Skipped loudly
+where there is no GPU or no Triton.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tests.fuzz_graphs import arrays_for, random_program, worst_error
 from tests.triton_interpreter import error_of, inputs_of, repeated
 
 from obelisk.base.errors import Infeasible
-from obelisk.ir import DType, Graph, Precision, random_inputs, run
+from obelisk.ir import DType, Graph, KernelGraph, Precision, random_inputs, run
 from obelisk.lower.triton import TritonModule, lower_triton, variants
 from obelisk.machine import find
 
@@ -118,11 +120,8 @@ def test_a_recorded_graph_gives_the_same() -> None:
 
 def test_edge_values() -> None:
     """Infinities and NaN come out as numpy gives them."""
-    x = np.array(
-        [[np.inf, -np.inf, np.nan, 0.0, -0.0, 89.0, -104.0, 3e38, -3e38, -1.0]], np.float32
-    )
-    from obelisk.ir import KernelGraph
-
+    values = [np.inf, -np.inf, np.nan, 0.0, -0.0, 89.0, -104.0, 3e38, -3e38, -1.0]
+    x = np.array([values], np.float32)
     g = KernelGraph("edges")
     n = g.input(x.shape)
     for op in (g.exp, g.tanh, g.sigmoid, g.erf, g.relu, g.neg, g.square):

@@ -26,8 +26,9 @@ _REGISTRY: Mapping[str, str] = {
     "cpu": "obelisk.app.backend_cpu",
     "host": "obelisk.app.backend_cpu",
     "cuda": "obelisk.app.backend_cuda",
+    "triton": "obelisk.app.backend_triton",  # the same devices through another compiler
 }
-_COUNTED = ("cuda",)
+_COUNTED = ("cuda", "triton")
 
 
 @dataclass(frozen=True, slots=True)
