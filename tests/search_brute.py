@@ -4,14 +4,13 @@ no bank.
 Under one schedule it forms every sequence of at most `most` operators, runs each in float64 on
 random input the way a block runs (the loop in two iterations, accumulators across them), and
 reports those whose result is the target. Left out are sequences with an operator that nothing
-reads, of sequences that differ by the order of independent operators all but one, and accumulators
-of tiles that still have the loop's axis (a bound of the space: docs/search.md).
+reads, and of sequences that differ by the order of independent operators all but one. A program
+with a division has the constant one too, for reciprocals.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,21 +51,6 @@ class Kernel:
     steps: tuple[Tile, ...]
     leaves: int
 
-    def cancels(self) -> bool:
-        """True if a product or quotient meets a factor and its own inverse, as s / (s s) does."""
-        factors: list[Counter[int]] = []
-        for i, tile in enumerate(self.steps):
-            own = Counter({i: 1})
-            if tile.step[0] in (Op.MUL, Op.DIV):
-                a, b = (factors[k] for k in tile.step[1:])
-                own = Counter(a)
-                for f, n in b.items():
-                    own[f] += n if tile.step[0] is Op.MUL else -n
-                if any(a[f] * b[f] * (1 if tile.step[0] is Op.MUL else -1) < 0 for f in b):
-                    return True
-            factors.append(own)
-        return False
-
 
 def operators(ops: frozenset[Op]) -> set[Op]:
     """What a kernel may be made of: the program's operators, and their relatives."""
@@ -98,6 +82,8 @@ class Enumerator:
             if node.op is Op.CONST:
                 data = np.full((1,), node.attrs.value)
                 self.start.append(Tile(("const", node.attrs.value), (), INVARIANT, data))
+        if Op.DIV in self.allowed and all(s.step != ("const", 1.0) for s in self.start):
+            self.start.append(Tile(("const", 1.0), (), INVARIANT, np.ones(1)))
         (target,) = segment.targets
         self.target_dims = segment.dims[target]
         self.want = self._cut(np.asarray(run(program, inputs)[0], np.float64), self.target_dims)
@@ -150,7 +136,7 @@ class Enumerator:
             yield from ((op, i) for op in _UNARY if op in self.allowed)
             if Op.SUM in self.allowed:
                 yield from ((Op.SUM, i, d) for d, axis in enumerate(v.dims) if axis is not None)
-            if v.stage == LOOP and self.loop not in v.dims:
+            if v.stage == LOOP:
                 yield ("accum_sum", i)
         binary = [op for op in _BINARY if op in self.allowed]
         for i, j in itertools.product(everything, everything):

@@ -2,7 +2,8 @@
 
 `search_brute` forms every kernel up to a number of operators and finds by running them which ones
 compute the program. For each schedule in which it finds any, the search must have found one, too,
-of no more weight. Kernels that cancel (multiply by what they divide by) are outside the space.
+of no more weight. Nothing is left out: not kernels that cancel (multiply by what they divide by),
+nor reciprocals, nor accumulators of tiles that are summed after the loop.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from obelisk.search.axes import Segment
 from obelisk.search.partition import Partition
 from obelisk.search.program import Program
 from obelisk.search.skeleton import extract
-from obelisk.search.synth import _WEIGHT, Synthesis
+from obelisk.search.synth import Synthesis
 from obelisk.search.value import Counts, Mode, Schedule, Stage
 
 M, K, N, J = 2, 4, 6, 8
@@ -111,7 +112,7 @@ def segment_of(program: Graph) -> Segment:
 
 def weight(kernel: Kernel, synthesis: Synthesis) -> float:
     """The search's own measure of a kernel: elements touched, dearer operators counted more, loads
-    half.
+    half, a division by a value of fewer axes as a reciprocal and a product.
     """
     stages = {INVARIANT: Stage.INVARIANT, LOOP: Stage.LOOP}
     total = 0.0
@@ -124,10 +125,10 @@ def weight(kernel: Kernel, synthesis: Synthesis) -> float:
         elif name is Op.SUM or name == "accum_sum":
             before = kernel.steps[tile.step[1]]
             total += synthesis.work(before.dims, None, stages.get(before.stage, Stage.POST))
-        elif name is Op.MATMUL:
-            total += 0.25 * synthesis.work(tile.dims, kernel.steps[tile.step[1]].dims[-1], stage)
         elif name != "const":
-            total += _WEIGHT.get(name, 1.0) * synthesis.work(tile.dims, None, stage)
+            last = kernel.steps[tile.step[-1]].dims
+            axis = kernel.steps[tile.step[1]].dims[-1] if name is Op.MATMUL else None
+            total += synthesis.weight(name, tile.dims, last, axis, stage)
     return total
 
 
@@ -157,8 +158,8 @@ def compare(
         skeleton = extract(synthesis)
         enumerator = Enumerator(program, segment, loop)
         most = reduced if loop in segment.reduced else plain
-        kernels = [k for k in enumerator.kernels(most) if not k.cancels()]
-        cheapest = min((weight(k, synthesis) for k in kernels), default=float("inf"))
+        weights = (weight(k, synthesis) for k in enumerator.kernels(most))
+        cheapest = min(weights, default=float("inf"))
         if cheapest < float("inf"):
             assert skeleton is not None, f"loop {loop}: a kernel of weight {cheapest} is missed"
             assert skeleton.cost <= cheapest * (1 + 1e-9), f"loop {loop}"

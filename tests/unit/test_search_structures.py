@@ -185,7 +185,7 @@ def test_a_split_norm_and_product_with_copies_of_the_norm() -> None:
         found_blocks = blocks(c.graph)
         if len(found_blocks) != 2 or len(c.graph.launches()) != 2:
             return False
-        first, second = found_blocks
+        first = found_blocks[0]
         return len([n for n in first.grid if n > 1]) == 2 and len(first.stores) == 2
 
     g = KernelGraph()
@@ -193,6 +193,26 @@ def test_a_split_norm_and_product_with_copies_of_the_norm() -> None:
     g.output(g.matmul(g.rms_norm(x), w))
     program = g.freeze()
     best = found(program, fits, find("h200")).graph
+    check(program, best)
+    assert verify(program, best).accepted
+
+
+def test_tiles_summed_over_iterations_and_folded_once_after_the_loop() -> None:
+    """Where rows are short, one addition an element and iteration is less than a fold of each
+    tile.
+    """
+
+    def fits(c: Candidate) -> bool:
+        b = only_kernel(c)
+        return b is not None and any(
+            n.op is Op.ACCUM_SUM and n.shape[-1] > 1 and b.info.phase[n] is Phase.POST
+            for n in b.body
+        )
+
+    g = KernelGraph()
+    g.output(g.sqrt(g.sum(g.square(g.input((64, 32))), 1)))
+    program = g.freeze()
+    best = found(program, fits).graph
     check(program, best)
     assert verify(program, best).accepted
 

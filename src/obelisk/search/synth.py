@@ -46,6 +46,7 @@ _WEIGHT = {
 }  # fmt: skip
 
 
+ITERATIONS = 8.0  # of a loop, where weights are counted
 TURN = 0.05  # weight of a transpose, which is mostly a way to read
 
 
@@ -124,10 +125,27 @@ class Synthesis:
             axes.add(extra)
         n = float(prod(self.segment.extents[a] for a in axes))
         if phase is Stage.LOOP and self.schedule.loop not in axes:
-            n *= 8.0  # once per iteration; the count is not fixed yet
+            n *= ITERATIONS  # once per iteration; the count is not fixed yet
+        if phase is Stage.POST and self.schedule.loop in axes:
+            n /= ITERATIONS  # a tile that iterations were summed into
         if self.schedule.split is not None and self.schedule.split not in axes:
             n *= 8.0  # once per block along the split axis
         return n
+
+    def weight(self, op: Op, dims: Dims, last: Dims, axis: Axis | None, phase: Stage) -> float:
+        """Weight of an operator; `last` are the dims of its last operand.
+
+        A division by a value of fewer axes is one reciprocal of each divisor and a product, since
+        that is how code is generated for it.
+        """
+        work = self.work(dims, axis, phase)
+        if op is Op.MATMUL:
+            return 0.25 * work
+        if op is Op.DIV:
+            divisors = self.work(last, None, phase)
+            if divisors < work:
+                return work + _WEIGHT[op] * divisors
+        return _WEIGHT.get(op, 1.0) * work
 
     # -- the bank --------------------------------------------------------------------------------
     def offer(
@@ -345,6 +363,8 @@ class Synthesis:
             if axis is None or axis not in self.segment.reduced or v.phase is Stage.COMBINE:
                 continue
             dims = (*v.dims[:d], None, *v.dims[d + 1 :])
+            if v.partial == "tile" and axis != self.schedule.loop:
+                continue  # the same sum is there before the accumulator
             if sums and v.partial != "max":
                 self._reduce(Op.SUM, v, d, axis, dims)
             if peaks and not v.partial and v.peak < 0:
@@ -434,6 +454,8 @@ class Synthesis:
             if axis == self.schedule.loop and v.phase is Stage.LOOP
             else ""
         )
+        if partial == "tile":
+            partial = ""
         self.offer(
             (op, v.id, d),
             (v,),
@@ -449,10 +471,13 @@ class Synthesis:
         )
 
     def _accumulators(self, v: Value) -> None:
-        if v.phase is not Stage.LOOP or not v.partial:
+        if v.phase is not Stage.LOOP:
             return
         weight = self.work(v.dims, None, v.phase)
         loop_axis = LOOP_AT
+        if not v.partial:
+            self._tile_accumulator(v, weight)
+            return
         if v.partial == "max":
             for name, phase, compute in (
                 ("accum_max", Stage.POST, lambda: F.peak(v.data, loop_axis)),
@@ -494,6 +519,27 @@ class Synthesis:
             v.poly,
             weight,
             lambda: F.total(v.data, loop_axis),
+            open_fold=v.open,
+        )
+
+    def _tile_accumulator(self, v: Value, weight: float) -> None:
+        """Tiles summed element by element over the iterations; what is left to sum is the tile."""
+        axis = self.schedule.loop
+        sums = Op.SUM in self._ops or Op.MATMUL in self._ops
+        if not sums or axis not in v.dims or axis not in self.segment.reduced or v.peak != -1:
+            return
+        assert axis is not None
+        if not self.program.goal.useful(self.terms.sum(v.poly, axis)):
+            return  # not a tile whose sum is wanted
+        self.offer(
+            ("accum_sum", v.id),
+            (v,),
+            v.dims,
+            Stage.POST,
+            v.poly,
+            weight,
+            lambda: F.total(v.data, LOOP_AT),
+            partial="tile",
             open_fold=v.open,
         )
 
@@ -575,9 +621,8 @@ class Synthesis:
         still to be summed.
         """
         for x, y in ((a, b), (b, a)):
-            if x.partial and (
-                self.schedule.loop in y.dims if x.phase is Stage.LOOP else self._pseudo in y.dims
-            ):
+            over = self._pseudo if x.phase is Stage.COMBINE else self.schedule.loop
+            if x.partial and over in y.dims:
                 self.counts.prune("summed too early")
                 return
         if a.open and b.open:
@@ -694,14 +739,13 @@ class Synthesis:
         if op in (Op.ADD, Op.SUB) and self.terms.drops(poly, operands[0].poly, operands[1].poly):
             self.counts.prune("cancellation")
             return
-        unit = 0.25 if op is Op.MATMUL else _WEIGHT.get(op, 1.0)
         self.offer(
             (op, *(v.id for v in operands)),
             operands,
             dims,
             phase,
             poly,
-            unit * self.work(dims, axis, phase),
+            self.weight(op, dims, operands[-1].dims, axis, phase),
             lambda: apply_field(op, [aligned(v.data, LEAD, len(dims)) for v in operands], 0),
             partial=partial,
             peak=peak,

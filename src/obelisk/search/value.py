@@ -63,7 +63,8 @@ class Value:
         step: operator name and operand value ids (leaves: the leaf's number).
         dims: axis of each tile dim (None: extent 1).
         partial: a sum or maximum over this iteration's tile only ("sum", "max"), to be closed by an
-            accumulator.
+            accumulator; or tiles summed over the iterations element by element ("tile"), to be
+            closed by a sum of the tile.
         peak: id of the running maximum that it was shifted by, or -1.
         open: "sum" or "max" if blocks along the split axis still have to be combined.
         mask: bit set of the steps it needs; `cost` is their total weight.
