@@ -362,7 +362,10 @@ def bench_command(
             workers=workers,
             each=lambda row: console.print(Text(search_bench.line_of(row)), soft_wrap=True),
         )
-        _write_json(json_file, search_bench.search_json(rows_found))
+        found = search_bench.search_json(rows_found)
+        for line in search_bench.bar_lines(found["bars"]):
+            console.print(Text(line), soft_wrap=True)
+        _write_json(json_file, found)
         return
     columns = (OP_BY_OP, *backend_of(device).rivals)
 

@@ -1,8 +1,8 @@
 """`obelisk search`: the search alone, with its account, checkpoints and candidate files.
 
 Takes a program and limits; prints candidates with their predicted cost, neither judged nor
-measured, and with `--stats` every count by level. The functions here are what the command line and
-the bench share.
+measured, and with `--stats` every count by level and what the judges say. The functions here are
+what the command line and the bench share.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.text import Text
 from obelisk.app.display import Display, candidate_table, rows_table, stdout
 from obelisk.app.loading import load_program, target_dtype
 from obelisk.app.report import CandidateRow, show_bytes
+from obelisk.app.search_stats import Levels, by_level, judged, level_rows
 from obelisk.ir.jsonform import to_json
 from obelisk.ir.text import to_text
 from obelisk.machine import find
@@ -77,14 +78,9 @@ def stats_json(stats: SearchStats) -> dict[str, Any]:
     }
 
 
-def _print_stats(stats: SearchStats) -> None:
+def _print_stats(stats: SearchStats, levels: Levels) -> None:
     console = stdout()
-    rows = [
-        (level, name, f"{n:,}")
-        for level, counts in stats.levels.items()
-        for name, n in counts.items()
-    ]
-    console.print(rows_table(("level", "count", "number"), rows, left=2))
+    console.print(rows_table(("level", "count", "number"), level_rows(levels), left=2))
     stages = ", ".join(f"{name} {s:.2f} s" for name, s in stats.stage_seconds.items())
     console.print(
         f"processor time: {stages}; the best candidate was there after {stats.found_seconds:.2f} s"
@@ -144,8 +140,11 @@ def run_search(
         f"{account.states:,} states in {account.seconds:.1f} s ({account.stopped}); "
         f"pruned {pruned or 'none'}"
     )
+    levels = by_level(found, machine)
     if stats:
-        _print_stats(account)
+        with Display() as progress:
+            levels = by_level(found, machine, judged(found, seed, budget, progress))
+        _print_stats(account, levels)
     if output is not None:
         write_candidates(output, found, machine.name)
         console.print(f"{len(found.candidates)} candidates in {output}")
@@ -153,7 +152,7 @@ def run_search(
         {
             "program": graph.name,
             "machine": machine.name,
-            "search": stats_json(account),
+            "search": {**stats_json(account), "levels": levels},
             "candidates": [
                 {
                     "index": r.index,

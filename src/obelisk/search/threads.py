@@ -8,6 +8,7 @@ left alone where its estimated registers exceed what a thread of the machine has
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from math import gcd
 
 from obelisk.ir import (
@@ -169,6 +170,28 @@ def fuse_graph(graph: Graph, machine: Machine) -> Graph:
         graph.output_names,
         graph.name,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCounts:
+    """A block's chains: how many are thread graphs, how many were left apart because they need more
+    registers than a thread has, and the most registers that a thread graph is estimated to take.
+    """
+
+    fused: int
+    apart: int
+    registers: int
+
+
+def thread_counts(block: BlockGraph, machine: Machine) -> ThreadCounts:
+    """The account of `with_threads` on its own result."""
+    graphs = {n.attrs.thread for n in block.body if n.op is Op.THREAD}
+    inner = _inner(block)
+    apart = 0
+    if machine.registers_per_thread:
+        apart = sum(n not in inner and len(_tree(n, inner)) > 1 for n in block.body)
+    most = max((registers(g, block.threads) for g in graphs), default=0)
+    return ThreadCounts(len(graphs), apart, most)
 
 
 def residences(graph: Graph) -> dict[Node, Residence]:
