@@ -157,6 +157,10 @@ class _Resizer:
             ):
                 out += extents
                 continue
+            wide = [k for k, n in enumerate(extents) if n != 1]
+            if len(wide) == 1 and all(new[d] == 1 for d in ins if old[d] == 1):
+                out += [total if k in wide else 1 for k in range(len(extents))]
+                continue  # only dims of extent 1 come or go: no name is needed
             fixed = {k: self.sizes[n] for k, n in enumerate(extents) if n in self.sizes}
             fixed |= {k: 1 for k, n in enumerate(extents) if n == 1}
             free = [k for k in range(len(extents)) if k not in fixed]

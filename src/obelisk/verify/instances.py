@@ -229,12 +229,15 @@ class Sampler:
             n = parts * unit_extent * (rng.choice((1, 2)) if attempt > 3 else 1)
             assign(c, n)
             sizes.setdefault(c.extent, n)
-        for load in self.nodes:  # tiles keep their names too
-            if load.op is Op.LOAD:
+        for block in self.blocks:  # tiles keep their names too
+            for load in block.loads:
                 at: LoadAttrs = load.attrs
-                for old, full in zip(load.shape, at.full, strict=True):
+                for d, (old, full) in enumerate(zip(load.shape, at.full, strict=True)):
                     if old != full and full in sizes:
-                        sizes.setdefault(old, max(1, sizes[full] * old // full))
+                        axis = next((a for a, k in enumerate(at.imap) if k == d), None)
+                        parts = 1 if axis is None else grids[block][axis]
+                        parts *= loops[block] if at.fmap == d else 1
+                        sizes.setdefault(old, max(1, sizes[full] // parts))
         return extents, sizes
 
 
