@@ -153,11 +153,32 @@ class Sampler:
         }
         loops = {k: 1 if k.loop == 1 else min(k.loop, rng.choice(loop_parts)) for k in self.blocks}
         extents, sizes = self._extents(grids, loops, attempt, ragged)
+        self._follow_units(grids, sizes)
         shapes = [
             tuple(extents.get((i, d), n) for d, n in enumerate(node.shape))
             for i, node in enumerate(self.program.inputs)
         ]
         return shapes, grids, loops, sizes
+
+    def _follow_units(
+        self, grids: dict[BlockGraph, tuple[int, ...]], sizes: dict[int, int]
+    ) -> None:
+        """Where a kernel takes a computed tensor apart element by element, it must go on doing so:
+        as many blocks as the dim has elements now.
+        """
+        for node in self.nodes:
+            if node.op is not Op.BLOCK:
+                continue
+            block: BlockGraph = node.attrs.block
+            cuts = list(grids[block])
+            for load in block.loads:
+                at: LoadAttrs = load.attrs
+                if node.inputs[at.index].op is Op.INPUT:
+                    continue
+                for axis, d in enumerate(at.imap):
+                    if d is not None and load.shape[d] == 1 and at.full[d] in sizes:
+                        cuts[axis] = sizes[at.full[d]] if at.full[d] > 1 else cuts[axis]
+            grids[block] = tuple(cuts)
 
     def _cuts(
         self, grids: dict[BlockGraph, tuple[int, ...]], loops: dict[BlockGraph, int]
