@@ -15,6 +15,11 @@ for elements, 8 * lanes columns to a chunk, and
                  + (r % panel) * lanes + c % lanes
     bits of (r, c) in it: 4 * j to 4 * j + 3, j = c // lanes % 8
     group(r, g) = ((r // panel) * groups + g) * panel + r % panel      (of scales, and of zeros)
+
+With `fragments` (panel 16, lanes 32), the 512 elements of 16 rows by 32 columns lie as a warp's
+lanes read the A operand of two steps of m16n8k16: of row 8 h + g, column 8 q + 4 s + 2 t + e, at
+
+    256 s + 8 (4 g + q) + 4 t + 2 h + e            (lane 4 g + q, step s, register 2 t + h)
 """
 
 from __future__ import annotations
@@ -71,6 +76,7 @@ class MatrixLayout:
             scales; else -1.
         group: w4a16 alone: columns that share a scale; else 0.
         zero_offset: w4a16 alone: bytes to its uint8 zeros; -1: every zero is 8.
+        fragments: whether each block of 16 by 32 is stored as tensor cores read it.
     """
 
     name: str
@@ -85,6 +91,7 @@ class MatrixLayout:
     scale_offset: int = -1
     group: int = 0
     zero_offset: int = -1
+    fragments: bool = False
 
     @property
     def groups(self) -> int:

@@ -197,7 +197,7 @@ class CudaSession(Session):
     def logits(self) -> Array:
         """The logits of the latest step, float32 (batch, vocab); needs `keep_logits`."""
         b, vocab = self.plan.batch, self.plan.vocab
-        rows = -(-vocab // 8) * 8
+        rows = align(vocab, 16)
         at = self.words + 8 * self.how["regions"]["logits"]
         pairs = self.device.download(at, (b, rows, 2), np.uint32)
         return np.ascontiguousarray(pairs[:, :vocab, 0]).view(np.float32)

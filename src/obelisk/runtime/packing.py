@@ -106,7 +106,15 @@ def _panels(w: Array, m: MatrixLayout, cols: int) -> Array:
 
 def panels(w: Array, m: MatrixLayout) -> Array:
     """A matrix of a plain format (one element for each weight) as stored."""
-    return _panels(w, m, m.cols_padded)
+    plain = _panels(w, m, m.cols_padded)
+    return fragments(plain) if m.fragments else plain
+
+
+def fragments(x: Array) -> Array:
+    """Blocks (..., 16, 32) in the order of `MatrixLayout.fragments`, (..., 512)."""
+    cut = x.reshape(-1, 2, 8, 4, 2, 2, 2)  # block, h, g, q, s, t, e
+    turned = cut.transpose(0, 4, 2, 3, 5, 1, 6)  # block, s, g, q, t, h, e
+    return np.ascontiguousarray(turned).reshape(*x.shape[:-2], 512)
 
 
 def words(q: Array, m: MatrixLayout) -> Array:

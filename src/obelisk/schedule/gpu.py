@@ -21,12 +21,12 @@ from obelisk.plan.layout import align
 from obelisk.tasks.config import ModelConfig
 from obelisk.tasks.workload import Workload
 
-K_BLOCK = 32  # columns that one 16-byte load of each lane covers: two steps of m16n8k16
-TILE_ROWS = 8  # the n of m16n8k16: weight rows are its columns
+K_BLOCK = 32  # columns that a lane's 16-byte load of inputs covers: two steps of m16n8k16
+TILE_ROWS = 16  # the m of m16n8k16: weight rows are its rows, slots its columns
 WEIGHT_BYTES = 2  # bf16 and fp16
 MAX_HEADS = 4  # query heads that attention holds in registers at a time
 MAX_STAGES = 64
-MISC_BYTES = 1024 + 512  # static shared memory: mbarriers, sums of squares, tokens, flags
+MISC_BYTES = 4096  # static shared memory: mbarriers, sums of squares, tokens, bins of a draw
 BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
 IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the other traffic
 
@@ -59,11 +59,13 @@ class GpuTiling:
             shares go round.
         bulk: copies by the copy engine (`cp.async.bulk`); else 16 bytes a lane (`cp.async`).
         barriers: the edges that are kept by a grid barrier as well as by tags.
-        rows: rows of a tile; 8 (the tensor cores' n).
+        spin_one: a reader that misses words asks for one of them until it is there, then for the
+            others; else for all that are missing, again and again.
+        rows: rows of a tile; 16 (the tensor cores' m).
     """
 
     blocks: int
-    chunk_cols: int = 512
+    chunk_cols: int = 256
     stages: int = 24
     in_flight: int = 6
     warps: int = 8
@@ -74,6 +76,7 @@ class GpuTiling:
     rotate: int = 37
     bulk: bool = True
     barriers: tuple[str, ...] = ()
+    spin_one: bool = True
     rows: int = TILE_ROWS
 
     @property
@@ -134,6 +137,11 @@ def tile_count(rows: int) -> int:
     return -(-rows // TILE_ROWS)
 
 
+def up_tiles(model: ModelConfig) -> int:
+    """Tiles of gate and up: each has half of its rows of either."""
+    return -(-model.ffn // (TILE_ROWS // 2))
+
+
 def legal_splits(cols: int, limit: int = 16) -> tuple[int, ...]:
     """Parts that a matrix of `cols` columns can be split in along K: equal, whole blocks of 32."""
     blocks = k_padded(cols) // K_BLOCK
@@ -164,7 +172,7 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     rows = work.batch * WEIGHT_BYTES * max(parts)
     inputs = align(max(rows, attention_bytes(model, t.warps)), 128)
     chunks = [-(-p // t.chunk_cols) for p in parts]
-    window = max(c * (t.stages // c + 2) for c in chunks)
+    window = max(min(c, t.warps) * (t.stages // c + 2) for c in chunks)
     sums = align(4 * TILE_ROWS * work.batch * window, 128)
     tiles = -(-tile_count(model.hidden) * max(t.o_split, t.down_split) // t.blocks) + 1
     residual = align(4 * TILE_ROWS * work.batch * tiles, 128)
@@ -181,14 +189,14 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         )
     if t.blocks > machine.cores:
         return f"{t.blocks} blocks, {machine.name} has {machine.cores} SMs"
-    if t.blocks > tile_count(2 * model.ffn):
-        return f"{t.blocks} blocks, but only {tile_count(2 * model.ffn)} tiles of gate and up"
+    if t.blocks > up_tiles(model):
+        return f"{t.blocks} blocks, but only {up_tiles(model)} tiles of gate and up"
     if t.stages < t.warps:
         return f"{t.stages} stages for {t.warps} warps: each warp needs a slot of its own"
     if t.in_flight > t.stages:
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
     if t.chunk_cols % K_BLOCK or t.rows != TILE_ROWS:
-        return f"a chunk of {t.rows} x {t.chunk_cols}: expected 8 rows and a multiple of 32"
+        return f"a chunk of {t.rows} x {t.chunk_cols}: expected 16 rows and a multiple of 32"
     for name, cols, split in (("o", model.q_width, t.o_split), ("down", model.ffn, t.down_split)):
         if split not in legal_splits(cols):
             return f"{name}: {cols} columns cannot be split in {split} equal parts of whole 32s"
@@ -220,7 +228,7 @@ def default_tiling(
     replaces the machine's SM count. Raises `Infeasible` naming the limit where nothing fits.
     """
     wanted = machine.cores if blocks is None else blocks
-    count = max(1, min(wanted, tile_count(2 * model.ffn)))
+    count = max(1, min(wanted, up_tiles(model)))
     room = machine.shared_bytes // 3
     bulk = machine.has(Feature.BULK_COPY)
     groups = work.batch * model.kv_heads
@@ -232,7 +240,7 @@ def default_tiling(
         bulk=bulk,
         loader_warps=1,
     )
-    for cols in (512, 256, 128):
+    for cols in (256, 128, 64):
         t = replace(t, chunk_cols=cols, stages=MAX_STAGES)
         while t.stages > t.warps and shared_plan(model, work, t).total > machine.shared_bytes:
             t = replace(t, stages=t.stages - 1)

@@ -1,0 +1,238 @@
+"""CUDA C++ for one decode step: sizes, tables, and the fixed runtime text.
+
+Takes a model, a workload, a `GpuTiling` and a machine; gives an `EmittedCuda`: one translation unit
+without includes whose only kernel is `obelisk_mega`, and all that a launch must know. Which units
+of which product a block computes is a table in the text; `flow.check_flow` judged it before. Equal
+arguments give equal text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
+from typing import Any
+
+from obelisk.base.digest import digest
+from obelisk.base.errors import Infeasible, InternalError
+from obelisk.machine import Machine
+from obelisk.mega.cuda.flow import check_flow
+from obelisk.mega.cuda.layout import cuda_layout
+from obelisk.plan.layout import WeightLayout, align
+from obelisk.schedule.gpu import (
+    EDGES,
+    TILE_ROWS,
+    GpuTiling,
+    SharedPlan,
+    head_chunk,
+    k_padded,
+    refuse,
+    shared_plan,
+    tile_count,
+    up_tiles,
+)
+from obelisk.tasks import ModelConfig, WeightFormat, Workload
+
+KINDS = ("qkv", "o", "up", "down", "head")  # rows of the table of shares
+SPANS = (
+    "norm_in", "qkv", "attend", "combine", "o", "norm_mid", "up", "act", "down", "norm_final",
+    "head",
+)  # fmt: skip
+WAITS = (*EDGES, "token", "step")
+TEXTS = ("base.cuh", "ring.cuh", "fill.cuh", "attend.cuh", "sample.cuh", "step.cuh")
+SLOTS = 8
+LOG2E = 1.4426950408889634
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedCuda:
+    """The program.
+
+    Attributes:
+        source: CUDA C++.
+        layout: where it reads weights.
+        tiling, shared: the cut, and the bytes of shared memory it takes.
+        words: 8-byte words that blocks exchange values through, zeroed before the first launch.
+        tags: tags that a step uses; the next launch begins behind them.
+        regions: first word of each exchanged value.
+        digest: of the source.
+    """
+
+    source: str
+    layout: WeightLayout
+    tiling: GpuTiling
+    shared: SharedPlan
+    words: int
+    tags: int
+    regions: Mapping[str, int]
+    digest: str
+
+    def launch(self) -> dict[str, Any]:
+        """What the runtime needs to launch it, for the plan file."""
+        return {
+            "entry": "obelisk_mega", "blocks": self.tiling.blocks, "threads": self.tiling.threads,
+            "shared": self.shared.dynamic, "words": self.words, "tags": self.tags,
+            "regions": dict(self.regions), "waits": list(WAITS),
+        }  # fmt: skip
+
+
+def cuts(units: int, blocks: int) -> tuple[int, ...]:
+    """First unit of each block's share, and the end: contiguous, nearly equal, the larger shares
+    spread evenly.
+    """
+    return tuple(units * b // blocks for b in range(blocks + 1))
+
+
+def shares(model: ModelConfig, t: GpuTiling) -> dict[str, tuple[int, ...]]:
+    """The table of shares: for each product, `cuts` of its units."""
+    hidden = tile_count(model.hidden)
+    units = {
+        "qkv": tile_count((model.heads + 2 * model.kv_heads) * model.head_dim),
+        "o": hidden * t.o_split, "up": up_tiles(model),
+        "down": hidden * t.down_split, "head": tile_count(model.vocab),
+    }  # fmt: skip
+    return {k: cuts(units[k], t.blocks) for k in KINDS}
+
+
+def _regions(model: ModelConfig, work: Workload, t: GpuTiling) -> tuple[dict[str, int], int]:
+    b, rows = work.batch, align(model.hidden, TILE_ROWS)
+    sizes = {
+        "qkv": b * (model.heads + 2 * model.kv_heads) * model.head_dim,
+        "part": b * model.heads * t.kv_pieces * (model.head_dim // 2 + 2),
+        "o": t.o_split * b * rows,
+        "down": 2 * t.down_split * b * rows,
+        "act": b * k_padded(model.ffn) // 2,
+        "best": b * t.blocks * 2,
+        "token": 2 * b,
+        "logits": b * tile_count(model.vocab) * TILE_ROWS,
+    }
+    out, at = {}, 0
+    for name, size in sizes.items():
+        out[name] = at
+        at += align(size, 16)
+    return out, at
+
+
+def _require(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> None:
+    why = refuse(model, work, t, machine)
+    if why is None and (model.head_dim % 8 or model.head_dim > MAX_HEAD_DIM):
+        why = f"head_dim {model.head_dim}: it needs a multiple of 8, at most {MAX_HEAD_DIM}"
+    if why is None and model.hidden % 2:
+        why = f"hidden {model.hidden} is odd"
+    if why is None and t.warps < work.batch:
+        why = f"{t.warps} warps for {work.batch} slots"
+    if why is None and (t.warps & (t.warps - 1) or not 1 <= t.kv_pieces <= 16):
+        why = f"{t.warps} warps, {t.kv_pieces} pieces: expected a power of two, and 1 to 16"
+    if why is None and any(e not in EDGES for e in t.barriers):
+        why = f"barriers {', '.join(t.barriers)}: the edges are {', '.join(EDGES)}"
+    if why is not None:
+        raise Infeasible(f"no megakernel for {machine.name}: {why}")
+
+
+def _capability(machine: Machine) -> int:
+    if machine.capability is None:
+        raise Infeasible(f"{machine.name} is no CUDA device")
+    return machine.capability[0] * 10 + machine.capability[1]
+
+
+def _weights(layout: WeightLayout) -> dict[str, int]:
+    """Offsets of tensors: of the arena for the global part, of a layer for the others."""
+    at = {m.name: m.offset for m in (*layout.matrices, *layout.layer_matrices)}
+    at |= {v.name: v.offset for v in (*layout.vectors, *layout.layer_vectors)}
+    at.setdefault("head", at["embed"])
+    optional = ("qkv_bias", "o_bias", "up_bias", "down_bias", "q_gain", "k_gain")
+    out = {f"AT_{n.upper()}": at.get(n, -1) for n in (*at, *optional)}
+    first = layout.layer_vectors[0].offset
+    return out | {
+        "AT_VECTORS": first, "VECTOR_BYTES": layout.layer_bytes - first,
+        "LAYER_OFFSET": layout.layer_offset, "LAYER_BYTES": layout.layer_bytes,
+    }  # fmt: skip
+
+
+def _window(model: ModelConfig, t: GpuTiling) -> int:
+    parts = (k_padded(model.hidden), k_padded(model.q_width) // t.o_split,
+             k_padded(model.ffn) // t.down_split)  # fmt: skip
+    return max(t.stages // -(-p // t.chunk_cols) + 2 for p in parts)
+
+
+def _defines(
+    model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine, layout: WeightLayout,
+    plan: SharedPlan, regions: Mapping[str, int],
+) -> list[str]:  # fmt: skip
+    batch2 = 1 << (work.batch - 1).bit_length()
+    hidden = tile_count(model.hidden)
+    kept = max(b - a for name in ("o", "down") for a, b in pairwise(shares(model, t)[name]))
+    kept *= TILE_ROWS
+    if 4 * kept * work.batch > plan.residual:
+        raise InternalError("a block keeps more rows of the residual stream than were planned")
+    values: dict[str, int | str] = {
+        "BF16": int(work.weights is WeightFormat.BF16), "BULK": int(t.bulk),
+        "TRY_WAIT": int(_capability(machine) >= 90), "SLOTS": SLOTS,
+        "BATCH": work.batch, "BATCH2": batch2, "BLOCKS": t.blocks, "WARPS": t.warps,
+        "LOADERS": 1 if t.bulk else t.loader_warps, "STAGES": t.stages, "FLIGHT": t.in_flight,
+        "CHUNK": t.chunk_bytes, "SPIN_ONE": int(t.spin_one), "WINDOW": _window(model, t),
+        "ROTATE": t.rotate % t.blocks, "PIECES": t.kv_pieces, "O_SPLIT": t.o_split, "DOWN_SPLIT": t.down_split,
+        "LAYERS": model.layers, "HIDDEN": model.hidden, "HIDDEN_ROWS": hidden * TILE_ROWS,
+        "HIDDEN_TILES": hidden, "HIDDEN_K": k_padded(model.hidden) // 32,
+        "Q_K": k_padded(model.q_width) // 32, "FFN_K": k_padded(model.ffn) // 32,
+        "QKV_ROWS": (model.heads + 2 * model.kv_heads) * model.head_dim,
+        "QKV_TILES": tile_count((model.heads + 2 * model.kv_heads) * model.head_dim),
+        "UP_TILES": up_tiles(model), "VOCAB": model.vocab,
+        "VOCAB_TILES": tile_count(model.vocab), "HEADS": model.heads,
+        "KV_HEADS": model.kv_heads, "GROUP": model.group, "HEADS_AT": head_chunk(model.group),
+        "HEAD_DIM": model.head_dim, "CONTEXT": work.context, "EPS": f"{model.eps!r}f",
+        "SCALE": f"{model.head_dim**-0.5 * LOG2E!r}f", "QK_NORM": int(model.qk_norm),
+        "QKV_BIAS": int(model.qkv_bias), "MLP_BIAS": int(model.mlp_bias),
+        "AT_SUMS": plan.inputs, "AT_RESIDUAL": plan.inputs + plan.sums,
+        "AT_RING": plan.inputs + plan.sums + plan.residual, "RESIDUAL_ROWS": kept,
+        **_weights(layout),
+        **{f"WORDS_{n.upper()}": at for n, at in regions.items()},
+        **{k.upper(): i for i, k in enumerate(KINDS)},
+        **{f"SPAN_{n.upper()}": i for i, n in enumerate(SPANS)},
+        **{f"EDGE_{n.upper()}": i for i, n in enumerate(WAITS)},
+        **{f"BARRIER_{n.upper()}": int(n in t.barriers) for n in EDGES},
+    }  # fmt: skip
+    return [f"#define OM_{name} {value}" for name, value in values.items()]
+
+
+def _table(table: Mapping[str, tuple[int, ...]]) -> list[str]:
+    rows = ",\n".join("  {" + ", ".join(map(str, table[k])) + "}" for k in KINDS)
+    return [
+        "/* The first unit of each block's share of a product; the last entry is the end. */",
+        f"__constant__ int OM_CUT[{len(KINDS)}][OM_BLOCKS + 1] = {{\n{rows}\n}};",
+    ]
+
+
+def emit_cuda(
+    model: ModelConfig, work: Workload, tiling: GpuTiling, machine: Machine
+) -> EmittedCuda:
+    """The kernel of a step under a tiling, for a machine's architecture.
+
+    Raises `Infeasible` naming the limit that is exceeded, `InternalError` when the exchange of
+    values would not be safe.
+    """
+    work.check(model)
+    _require(model, work, tiling, machine)
+    layout = cuda_layout(model, work.weights)
+    table = shares(model, tiling)
+    faults = check_flow(model, work, tiling, table)
+    if faults:
+        raise InternalError(f"the exchange of values is unsafe: {faults[0]}")
+    plan = shared_plan(model, work, tiling)
+    regions, words = _regions(model, work, tiling)
+    title = (
+        f"/* Decode steps of {model.family} ({model.layers} layers, hidden {model.hidden}), batch "
+        f"{work.batch}, context {work.context}, {work.weights}; {tiling.blocks} blocks, "
+        f"{machine.arch}. */"
+    )
+    runtime = files("obelisk.mega.cuda").joinpath("runtime")
+    parts = [
+        title, *_defines(model, work, tiling, machine, layout, plan, regions), *_table(table),
+        *(runtime.joinpath(n).read_text(encoding="utf-8") for n in TEXTS),
+    ]  # fmt: skip
+    source = "\n".join(parts) + "\n"
+    return EmittedCuda(
+        source, layout, tiling, plan, words, model.layers + 1, regions, digest("mega", source)
+    )

@@ -1,0 +1,206 @@
+/* What everything below uses: types, the launch record, tagged words, bounded waits.
+ *
+ * Values that cross blocks travel in 8-byte words: a payload (one fp32, or two 16-bit numbers) and the tag of the step
+ * and layer that it belongs to. Eight bytes are written and read in one access, so a reader that finds the tag has the
+ * payload: the data is its own flag, and no fence or counter is needed. Tags only grow, so a stale word never matches.
+ * The buffers are reused layer after layer; mega/cuda/flow.py says why that is safe and checks it.
+ */
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct om_fault { /* zeroed before a launch; `code` 1: a wait exceeded its limit */
+  int code, block, role, edge, step, layer;
+  u32 expected, seen;
+};
+
+struct om_launch {
+  const char *weights;
+  char *keys, *values;
+  u64 *words;
+  const float *cosines, *sines;
+  const int *feed;
+  int *out, *made, *reason, *position_out;
+  om_fault *fault;
+  u64 *trace;
+  int *traced;
+  u32 *meet;
+  u64 spin_ns;
+  u32 tag;
+  int steps, feed_stride, out_stride, stop_count, trace_room, keep_logits, withhold;
+  int feed_length[OM_SLOTS], want[OM_SLOTS], position[OM_SLOTS], planned[OM_SLOTS], top_k[OM_SLOTS];
+  float temperature[OM_SLOTS], top_p[OM_SLOTS];
+  u64 seed[OM_SLOTS];
+  int stops[OM_SLOTS];
+};
+
+#define OM_BLOCK 1024 /* bytes of 16 rows by 32 columns */
+#define OM_THREADS (32 * OM_WARPS) /* consumers */
+#define OM_PART (OM_HEAD_DIM / 2 + 2) /* words of a piece of a head: pairs, log of the mass, nothing */
+#define OM_ITEMS (OM_BATCH * OM_KV_HEADS * OM_PIECES)
+#define OM_LANES_POS (OM_HEAD_DIM > 128 ? 32 : OM_HEAD_DIM > 64 ? 16 : OM_HEAD_DIM > 32 ? 8 : OM_HEAD_DIM > 16 ? 4 : \
+                      OM_HEAD_DIM > 8 ? 2 : 1) /* lanes of one position */
+#define OM_INFINITY __int_as_float(0x7f800000)
+
+struct om_state { /* one consumer thread's view */
+  const om_launch *p;
+  int step, layer, turn; /* `turn`: whose share of a phase this block takes in this layer */
+  u32 chunk; /* the phase's first chunk, counted from the launch's first */
+  u32 meets;
+  /* Asked for anew where they are used: kept in registers through the whole kernel they would push others out. */
+  __device__ __forceinline__ int thread() const {
+    int t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
+  }
+  __device__ __forceinline__ int warp() const { return thread() / 32; }
+  __device__ __forceinline__ int lane() const { return thread() % 32; }
+  __device__ __forceinline__ int row() const { return lane() / 4; }
+  __device__ __forceinline__ int quad() const { return lane() % 4; }
+  __device__ __forceinline__ int block() const { return blockIdx.x; }
+};
+
+struct om_shared {
+  u64 full[OM_STAGES], empty[OM_STAGES];
+  u32 arrived[OM_WINDOW];
+  float squares[OM_WARPS];
+  float best[OM_WARPS][OM_BATCH];
+  int best_id[OM_WARPS][OM_BATCH];
+  int token[OM_BATCH], made[OM_BATCH], done[OM_BATCH], reached[OM_BATCH];
+  int dead, traced;
+};
+__shared__ __align__(16) om_shared om;
+extern __shared__ __align__(128) char om_memory[];
+
+__device__ __forceinline__ u32 om_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void om_sync() { asm volatile("bar.sync 1, %0;" ::"n"(OM_THREADS) : "memory"); }
+__device__ __forceinline__ u64 om_time() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+/* ---- 16-bit numbers ---- */
+__device__ __forceinline__ u32 om_pack(float lo, float hi) {
+  u32 r;
+#if OM_BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+#endif
+  return r;
+}
+__device__ __forceinline__ float2 om_unpack(u32 x) {
+#if OM_BF16
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+#else
+  float2 r;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
+  return r;
+#endif
+}
+__device__ __forceinline__ float om_exp2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+/* ---- tagged words ---- */
+__device__ __forceinline__ void om_put(u64 *at, u32 a, u32 tag) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"((u64)tag << 32 | a) : "memory");
+}
+__device__ __forceinline__ void om_put2(u64 *at, u32 a, u32 b, u32 tag) {
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(at), "l"((u64)tag << 32 | a),
+               "l"((u64)tag << 32 | b)
+               : "memory");
+}
+__device__ __forceinline__ u64 om_peek(const u64 *at) {
+  u64 a;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(at) : "memory");
+  return a;
+}
+__device__ __forceinline__ uint4 om_peek2(const u64 *at) { /* payload, tag, payload, tag */
+  u64 a, b;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
+  return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
+}
+
+/* One failed look at a word, now and then. True when waiting is over: the limit is exceeded, or another block has
+ * stopped. The first to exceed it reports; everyone then runs to the end without waiting, and the host raises the error. */
+__device__ __forceinline__ bool om_expired(const om_launch *p, u64 start, int at, int edge, u32 expected, u32 seen) {
+  if (!*(volatile int *)&p->fault->code) {
+    if (om_time() - start <= p->spin_ns) return false;
+    if (atomicCAS(&p->fault->code, 0, 1) == 0) {
+      om_fault *f = p->fault;
+      f->block = blockIdx.x, f->role = 1, f->edge = edge, f->step = at / 4096, f->layer = at % 4096;
+      f->expected = expected, f->seen = seen;
+    }
+  }
+  *(volatile int *)&om.dead = 1;
+  return true;
+}
+struct om_patience {
+  u32 looks = 0;
+  u64 start = 0;
+  __device__ __forceinline__ bool over(const om_state &s, int edge, u32 expected, u32 seen) {
+    if (*(volatile int *)&om.dead) return true;
+    if (++looks % 64) return false;
+    if (!start) start = om_time();
+    return om_expired(s.p, start, s.step * 4096 + s.layer, edge, expected, seen);
+  }
+};
+
+/* N pairs of words, `stride` words apart, all wanted with `tag`; pairs from `count` on are not read and are zero. What is
+ * missing at the first look is asked for again: the first missing pair alone until it is there (the others would only
+ * load the way to memory), then all that are missing. */
+template <int N>
+__device__ __forceinline__ void om_take(const om_state &s, const u64 *at, int stride, int count, u32 tag, int edge,
+                                        uint4 (&w)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) w[i] = i < count ? om_peek2(at + (size_t)i * stride) : make_uint4(0, tag, 0, tag);
+  om_patience wait;
+  for (;;) {
+    int missing = -1;
+    u32 seen = tag;
+#pragma unroll
+    for (int i = N - 1; i >= 0; i--)
+      if (w[i].y != tag || w[i].w != tag) missing = i, seen = w[i].y != tag ? w[i].y : w[i].w;
+    if (missing < 0 || wait.over(s, edge, tag, seen)) return;
+#if OM_SPIN_ONE
+    for (const u64 *const one = at + (size_t)missing * stride;;) {
+      const uint4 x = om_peek2(one);
+      if ((x.y == tag && x.w == tag) || wait.over(s, edge, tag, x.y)) break;
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (w[i].y != tag || w[i].w != tag) w[i] = om_peek2(at + (size_t)i * stride);
+  }
+}
+
+/* All blocks meet: for the edges that a plan keeps by barriers. */
+__device__ __forceinline__ void om_meet(om_state &s, int edge) {
+  om_sync();
+  const u32 goal = ++s.meets * OM_BLOCKS;
+  if (s.warp() == 0 && s.lane() == 0) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(s.p->meet) : "memory");
+    om_patience wait;
+    u32 seen;
+    for (;;) {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(s.p->meet) : "memory");
+      if ((int)(seen - goal) >= 0 || wait.over(s, edge, goal, seen)) break;
+    }
+  }
+  om_sync();
+}
+
+/* ---- time stamps ---- */
+__device__ __forceinline__ u64 om_stamp(const om_state &s) { return s.p->trace_room ? om_time() : 0; }
+__device__ __forceinline__ u64 om_span(const om_state &s, int kind, u64 from) {
+  if (!s.p->trace_room) return 0;
+  const u64 now = om_time();
+  if (s.warp() == 0 && s.lane() == 0 && om.traced < s.p->trace_room) {
+    u64 *at = s.p->trace + ((size_t)s.block() * s.p->trace_room + om.traced++) * 3;
+    at[0] = kind * 4096 + (s.layer < OM_LAYERS ? s.layer : 0), at[1] = from, at[2] = now;
+  }
+  return now;
+}

@@ -1,0 +1,164 @@
+/* The kernel: a loader, and consumers that go through the operators of every layer of every step. */
+__device__ __forceinline__ const float *om_vector(const om_launch *p, int layer, int at) {
+  return at < 0 ? nullptr : (const float *)(p->weights + OM_LAYER_OFFSET + (size_t)layer * OM_LAYER_BYTES + at);
+}
+
+/* The rows of the residual stream that this block will add to: units of part 0 of a split product. */
+__device__ __forceinline__ void om_own(int kind, int turn, int &from, int &to) {
+  from = min(om_share(kind, turn), OM_HIDDEN_TILES) * 16, to = min(om_share(kind, turn + 1), OM_HIDDEN_TILES) * 16;
+}
+
+/* Units of a product that ends in the residual stream, part by part: `fill(part)` makes the inputs. */
+template <int KIND, int BLOCKS_K, class Fill>
+__device__ __forceinline__ void om_residual_product(om_state &s, u64 *words, const float *bias, int kept, u32 tag, int kind,
+                                                    const Fill &fill) {
+  const int begin = om_share(KIND, s.turn), end = om_share(KIND, s.turn + 1);
+  for (int u = begin; u < end;) {
+    const int part = u / OM_HIDDEN_TILES, stop = min(end, (part + 1) * OM_HIDDEN_TILES);
+    const u64 t0 = om_stamp(s);
+    fill(part);
+    const u64 t1 = om_span(s, kind - 1, t0);
+    om_out_residual out{{s, words + (size_t)part * OM_BATCH * OM_HIDDEN_ROWS, part ? nullptr : bias, u - part * OM_HIDDEN_TILES, tag},
+                        part ? nullptr : (const float *)(om_memory + OM_AT_RESIDUAL), kept};
+    om_product<BLOCKS_K>(s, stop - u, out);
+    om_span(s, kind, t1);
+    u = stop;
+  }
+}
+
+#define OM_EDGE_DONE(barrier, edge) if (barrier) om_meet(s, edge)
+
+__device__ __forceinline__ void om_layer(om_state &s, u64 *words, u32 tag) {
+  const om_launch *p = s.p;
+  u64 *const qkv = words + OM_WORDS_QKV, *const parts = words + OM_WORDS_PART, *const o = words + OM_WORDS_O;
+  u64 *const act = words + OM_WORDS_ACT;
+  u64 *const down = words + OM_WORDS_DOWN + (size_t)(s.layer & 1) * (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS);
+  const u64 *const before = words + OM_WORDS_DOWN + (size_t)(~s.layer & 1) * (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS);
+  int from, to;
+  u64 t = om_stamp(s);
+  om_own(OM_O, s.turn, from, to);
+  const float *gain = om_vector(p, s.layer, OM_AT_NORM_IN);
+  float2 root = s.layer == 0 ? om_fill_norm<1, true>(s, before, 0, 0, gain, from, to)
+                            : om_fill_norm<OM_DOWN_SPLIT, false>(s, before, tag - 1, OM_EDGE_DOWN, gain, from, to);
+  t = om_span(s, OM_SPAN_NORM_IN, t);
+  {
+    const int first = om_share(OM_QKV, s.turn);
+    om_out_qkv out{{s, qkv, om_vector(p, s.layer, OM_AT_QKV_BIAS), first, tag}, root};
+    om_product<OM_HIDDEN_K>(s, om_share(OM_QKV, s.turn + 1) - first, out);
+    t = om_span(s, OM_SPAN_QKV, t);
+  }
+  OM_EDGE_DONE(OM_BARRIER_QKV, OM_EDGE_QKV);
+  for (int item = s.turn; item < OM_ITEMS; item += OM_BLOCKS)
+    om_attend_item(s, item, qkv, parts, tag, om_vector(p, s.layer, OM_AT_Q_GAIN), om_vector(p, s.layer, OM_AT_K_GAIN));
+  om_span(s, OM_SPAN_ATTEND, t);
+  OM_EDGE_DONE(OM_BARRIER_ATTEND, OM_EDGE_ATTEND);
+  om_residual_product<OM_O, OM_Q_K / OM_O_SPLIT>(s, o, om_vector(p, s.layer, OM_AT_O_BIAS), from, tag, OM_SPAN_O,
+                                                 [&](int part) { om_fill_attention(s, parts, tag, part); });
+  OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
+  t = om_stamp(s);
+  om_own(OM_DOWN, s.turn, from, to);
+  root = om_fill_norm<OM_O_SPLIT, false>(s, o, tag, OM_EDGE_O, om_vector(p, s.layer, OM_AT_NORM_MID), from, to);
+  t = om_span(s, OM_SPAN_NORM_MID, t);
+  {
+    const int first = om_share(OM_UP, s.turn);
+    om_out_up out{{s, act, om_vector(p, s.layer, OM_AT_UP_BIAS), first, tag}, root};
+    om_product<OM_HIDDEN_K>(s, om_share(OM_UP, s.turn + 1) - first, out);
+    om_span(s, OM_SPAN_UP, t);
+  }
+  OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
+  om_residual_product<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT>(s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), from, tag,
+                                                         OM_SPAN_DOWN, [&](int part) { om_fill_act(s, act, tag, part); });
+  OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
+}
+
+__device__ __forceinline__ void om_head(om_state &s, u64 *words, u32 tag) {
+  const om_launch *p = s.p;
+  const u64 *const before = words + OM_WORDS_DOWN + (size_t)((OM_LAYERS - 1) & 1) * (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS);
+  u64 t = om_stamp(s);
+  const float2 root = om_fill_norm<OM_DOWN_SPLIT, false>(s, before, tag - 1, OM_EDGE_DOWN,
+                                                        (const float *)(p->weights + OM_AT_NORM_FINAL), 0, 0);
+  t = om_span(s, OM_SPAN_NORM_FINAL, t);
+  float best[2] = {-OM_INFINITY, -OM_INFINITY};
+  int best_id[2] = {0x7fffffff, 0x7fffffff};
+  const int first = om_share(OM_HEAD, s.turn);
+  om_out_head out{{s, words + OM_WORDS_LOGITS, nullptr, first, tag}, root, best, best_id};
+  om_product<OM_HIDDEN_K>(s, om_share(OM_HEAD, s.turn + 1) - first, out);
+  const int lane = s.lane();
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) {
+      const float x = __shfl_xor_sync(~0u, best[j], d);
+      const int id = __shfl_xor_sync(~0u, best_id[j], d);
+      if (x > best[j] || (x == best[j] && id < best_id[j])) best[j] = x, best_id[j] = id;
+    }
+    const int slot = 2 * lane + j;
+    if (lane < 4 && slot < OM_BATCH) om.best[s.warp()][slot] = best[j], om.best_id[s.warp()][slot] = best_id[j];
+  }
+  om_sync();
+  const int slot = s.thread();
+  if (slot < OM_BATCH) {
+    float top = -OM_INFINITY;
+    int id = 0x7fffffff;
+#pragma unroll
+    for (int w = 0; w < OM_WARPS; w++) {
+      const float x = om.best[w][slot];
+      if (x > top || (x == top && om.best_id[w][slot] < id)) top = x, id = om.best_id[w][slot];
+    }
+    om_put2(words + OM_WORDS_BEST + ((size_t)slot * OM_BLOCKS + s.block()) * 2, __float_as_uint(top), (u32)id, tag);
+  }
+  om_span(s, OM_SPAN_HEAD, t);
+  OM_EDGE_DONE(OM_BARRIER_HEAD, OM_EDGE_HEAD);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
+obelisk_mega(const __grid_constant__ om_launch launch) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x;
+  const om_launch *const p = &launch;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < OM_STAGES; i++) {
+      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(om_address(&om.full[i])), "r"(OM_BULK ? 1 : 32 * OM_LOADERS));
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(om_address(&om.empty[i])));
+    }
+    for (int i = 0; i < OM_WINDOW; i++) om.arrived[i] = 0;
+    for (int b = 0; b < OM_BATCH; b++) {
+      om.token[b] = om_active(p, b, 0) ? p->feed[b * p->feed_stride] : 0;
+      om.made[b] = om.done[b] = 0, om.reached[b] = p->position[b];
+    }
+    om.dead = om.traced = 0;
+#if OM_BULK
+    asm volatile("fence.mbarrier_init.release.cluster;");
+#endif
+  }
+  __syncthreads();
+  if (warp >= OM_WARPS) {
+#if OM_BULK
+    if (lane == 0) om_load(p, block, 0);
+#else
+    om_load(p, block, (warp - OM_WARPS) * 32 + lane);
+#endif
+    return;
+  }
+  om_state s;
+  s.p = p;
+  s.chunk = 0, s.meets = 0;
+  u32 tag = p->tag;
+  for (s.step = 0; s.step < p->steps; s.step++) {
+    s.turn = block;
+    if (s.step > 0 && om_moved(p, s.step)) om_meet(s, OM_EDGE_STEP);
+    for (s.layer = 0; s.layer < OM_LAYERS; s.layer++) {
+      om_layer(s, p->words, ++tag);
+      s.turn += OM_ROTATE;
+      if (s.turn >= OM_BLOCKS) s.turn -= OM_BLOCKS;
+    }
+    tag++;
+    if (om_has_head(p, s.step)) om_head(s, p->words, tag);
+    else om_meet(s, OM_EDGE_STEP); /* nothing else orders a prompt's steps */
+    om_next(s, p->words, tag);
+  }
+  if (threadIdx.x == 0) {
+    if (p->trace_room) p->traced[block] = om.traced;
+    if (block == 0)
+      for (int b = 0; b < OM_BATCH; b++) p->made[b] = om.made[b], p->reason[b] = om.done[b], p->position_out[b] = om.reached[b];
+  }
+}
