@@ -379,6 +379,37 @@ def test_ray_gives_the_same_candidates() -> None:
     assert counts(shared) == counts(by_one("rmsnorm", 3))
 
 
+def test_a_killed_ray_actor_loses_only_its_own_share(
+    tasks: Callable[[Graph], list[Task]],
+) -> None:
+    """What it was at is done again elsewhere; all outcomes are there and the same."""
+    ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    from obelisk.search.ray_pool import RayPool
+
+    program = load_program("attention")
+    context = context_of(program, CPU, Space(), 0)
+    todo = tasks(program)
+    expected = run_all(Local(context, program, lambda: PLENTY, never), todo)
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        pool = RayPool(context, lambda: PLENTY, "ray", workers=2)
+        try:
+            for task in todo:
+                pool.submit(task)
+            pool.results(0.0)  # hands out the first units
+            ray.kill(pool._actors[0])
+            got: dict[str, Outcome] = {}
+            ends = time.monotonic() + 60
+            while len(got) < len(todo) and time.monotonic() < ends:
+                got.update((r.key, r) for r in pool.results(0.1))
+        finally:
+            pool.close()
+            ray.shutdown()
+    assert pool.retried == 1
+    assert pool.dropped == 0
+    assert {k: r.found for k, r in got.items()} == {k: r.found for k, r in expected.items()}
+
+
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not an ImportError from the depths."""
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
