@@ -45,7 +45,7 @@ def test_other_architectures_have_none_of_it(machine) -> None:  # type: ignore[n
     assert "ob_bulk" not in text
 
 
-def test_a_block_of_a_cluster_reads_the_parts_of_the_others() -> None:
+def test_the_blocks_of_a_cluster_send_each_other_their_shares() -> None:
     module = lower_cuda(TALL, H200, CudaOptions(clusters=True))
     (kernel,) = module.kernels
     (launch,) = module.launches
@@ -53,8 +53,8 @@ def test_a_block_of_a_cluster_reads_the_parts_of_the_others() -> None:
     assert module.counters == 0
     assert [p.place for p in launch.arguments] == [Place.INPUT] * 3 + [Place.OUTPUT]
     body = kernel.source.partition('extern "C"')[2]
-    assert body.count("ob_cluster_barrier();") == 2
-    assert "ob_remote(zp" in body
+    assert body.count("ob_cluster_arrive();") == body.count("ob_cluster_wait();") == 2
+    assert "ob_remote(y" in body
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_a_block_of_a_cluster_reads_the_parts_of_the_others() -> None:
     ],
     ids=["tall", "short", "norm", "gated"],
 )
-def test_parts_lie_behind_what_the_groups_exchange(graph) -> None:  # type: ignore[no-untyped-def]
+def test_parts_lie_behind_tiles_and_what_the_groups_exchange(graph) -> None:  # type: ignore[no-untyped-def]
     (kernel,) = lower_cuda(graph, H200, CudaOptions(clusters=True)).kernels
     plan = "\n".join(kernel.plan)
     parts = [
         (int(b), int(a))
-        for a, b in re.findall(r"part \d+ for the cluster: (\d+) bytes at (\d+)", plan)
+        for a, b in re.findall(r"parts \d+ from the cluster: (\d+) bytes at (\d+)", plan)
     ]
     exchange = re.search(r"groups exchange (\d+) bytes at (\d+)", plan)
     end = sum(map(int, exchange.groups())) if exchange else 0
@@ -112,7 +112,7 @@ def test_the_plan_names_layouts_order_pipeline_and_memory() -> None:
     text = describe(lower_cuda(TALL, H200, options))
     for piece in (
         "in clusters of 2", "layout 'result'", "swizzled lines of 128 bytes", "slots of 16384",
-        "each iteration:", "running_max along axes", "part 0 for the cluster", "shared memory:",
+        "each iteration:", "running_max along axes", "parts 0 from the cluster", "shared memory:",
     ):  # fmt: skip
         assert piece in text
     assert text == describe(lower_cuda(TALL, H200, options))

@@ -13,7 +13,7 @@ from math import prod
 from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.node import Node
-from obelisk.ir.op import LoadAttrs, Op
+from obelisk.ir.op import Op
 from obelisk.lower.cuda.combine import Gathering
 from obelisk.lower.cuda.layout import WARP, Layout, dealt
 from obelisk.lower.cuda.values import VECTOR_BYTES, Text, Values
@@ -122,8 +122,8 @@ class Dealt(Values):
 
 
 class Gathered(Dealt):
-    """Prints a block graph that combines parts in the shared memory of the blocks of a cluster,
-    each block a share of the result.
+    """Prints a block graph that combines the parts which a block of a cluster received from all of
+    them: its share of the result.
     """
 
     def __init__(
@@ -138,19 +138,8 @@ class Gathered(Dealt):
         super().__init__(ending.block, params, results, "z", pointers, threads)
 
     def load_moves(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Strides within a part, and elements from one share to the next."""
-        at: LoadAttrs = node.attrs
-        strides = (0, *self.params[at.index].strides[1:])
-        (d,) = at.imap
-        return strides, (0 if d is None else node.shape[d] * strides[d], 0)
-
-    def load_start(self, moves: Sequence[int]) -> str:
-        return f"{self.rank} * {moves[0]}" if moves[0] else ""
-
-    def element(self, node: Node, base: str, strides: Sequence[int], layout: Layout) -> str:
-        part = self.axes.of[node][0]
-        block = "0" if part is None else self.index(part, layout)
-        return f"ob_remote({base}, {block}) + {self.address(node, strides, layout)}"
+        """Strides of what this block received; all of it is this block's share."""
+        return self.params[node.attrs.index].strides, (0, 0)
 
     def store_start(self, j: int, moves: Sequence[int]) -> str:
         """The group's part of the result, and this block's share of it."""

@@ -70,10 +70,10 @@ def pipeline_lines(work: Fragments) -> list[str]:
     if work.groups > 1:
         size = work.exchanged() - work.fixed
         out.append(f"  groups exchange {size} bytes at {work.fixed}, in the place of the slots")
-    place = work.exchanged()
-    for j, size in work.local.items():
-        out.append(f"  part {j} for the cluster: {size} bytes at {place}")
-        place += size
+    place = work.needed()
+    for j, got in work.local.items():
+        out.append(f"  parts {j} from the cluster: {got.size} bytes at {place}")
+        place += got.size
     return out
 
 

@@ -10,18 +10,18 @@ join their accumulators after it. Raises `Infeasible` where a graph does not hav
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
+from obelisk.lower.cuda.combine import Gathering
 from obelisk.lower.cuda.layout import Layout, column_dim, row_dim, up
 from obelisk.lower.cuda.merge import Joined
-from obelisk.lower.cuda.names import CTYPE
 from obelisk.lower.cuda.options import CudaOptions
-from obelisk.lower.cuda.product import LINE, WIDE_COLUMNS, WIDE_ROWS, Stage
+from obelisk.lower.cuda.product import LINE, VECTOR, WIDE_COLUMNS, WIDE_ROWS, Stage
 from obelisk.lower.cuda.values import ACCUMULATORS, Text, Value, base_of
 from obelisk.lower.schedule import Operand
 from obelisk.machine.description import Feature, Machine
@@ -39,6 +39,22 @@ STATIC = 2048  # bytes of shared memory kept for barriers and scales
 ALIGNMENT = 8 * LINE  # of swizzled tiles
 
 
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a block of a cluster receives of a result.
+
+    Attributes:
+        dim: of the result, along which the blocks share it (None: each receives all of it).
+        share: elements of a share along that dim.
+        slot: elements from one block's part to the next; `size`: bytes of all parts.
+    """
+
+    dim: int | None
+    share: int
+    slot: int
+    size: int
+
+
 class Fragments(Joined):
     """Prints one block graph with products."""
 
@@ -49,6 +65,7 @@ class Fragments(Joined):
         results: Sequence[Operand],
         machine: Machine,
         options: CudaOptions,
+        ending: tuple[Gathering, Sequence[int]] | None = None,
     ) -> None:
         names = (
             [f"in{i}" for i in range(len(params))],
@@ -58,7 +75,10 @@ class Fragments(Joined):
         self.options, self.machine = options, machine
         self.shared_limit = machine.shared_bytes - STATIC
         self.products = [n for n in block.body if n.op is Op.MATMUL]
-        self.local: dict[int, int] = {}
+        self.local: dict[int, Received] = {}
+        self.parts = 1
+        if ending is not None:
+            self._keep(*ending)
         self._roles()
         self.operands = self._operands()
         self.wide = self._wide()
@@ -265,11 +285,13 @@ class Fragments(Joined):
         wanted = self.options.resident or min(
             MOST_RESIDENT, -(-self.block.blocks // self.machine.cores)
         )
-        resident = max(1, min(wanted, self.machine.threads_per_core // self.launch_threads()))
+        most = MOST_WIDE_THREADS if self.wide else self.machine.threads_per_core
+        resident = max(1, min(wanted, most // self.launch_threads()))
         stages = self.options.stages or (MOST_BULK_STAGES if self.bulk else MOST_STAGES)
         most = min(stages - 1, each)
         while True:
-            limit = min(self.shared_limit, self.machine.shared_per_core // resident - 1024)
+            each_block = self.machine.shared_per_core // resident - 1024 - self.received()
+            limit = min(self.shared_limit, each_block - (STATIC if resident > 1 else 0))
             room = max(0, limit - fixed) // (moving * self.groups) if moving else MOST_STAGES
             ahead = each if room >= each and most >= each else min(most, room - 1)
             if resident == 1 or ahead >= min(2, most):
@@ -431,12 +453,12 @@ class Fragments(Joined):
             if moving and not self.bulk:
                 t.line("ob_copy_wait<0>();")
             self.merge(t)
-        elif self.local:
-            t.line("__syncthreads();  // tiles make room for results")
-        place = self.exchanged()
-        for j, size in self.local.items():
-            t.line(f"{CTYPE[self.results[j].dtype]} *const part{j} = (float *)(base + {place});")
-            place += size
+        place = self.needed()
+        for j, got in self.local.items():
+            t.line(f"float *const part{j} = (float *)(base + {place});")
+            place += got.size
+        if self.local:
+            t.line("ob_cluster_wait();  // the others have begun")
         if self.groups > 1:
             t.open(f"if (group < {self.sharers})")
         t.lines += ["  " * t.depth + x for x in self.out[Phase.POST].lines]
@@ -487,26 +509,64 @@ class Fragments(Joined):
             t.line(f"if (++slot == {self.buffers}) slot = 0, parity ^= 1;")
         t.close()
 
-    def keep(self) -> None:
-        """Results stay in shared memory, where the blocks of a cluster read them."""
+    def _keep(self, ending: Gathering, places: Sequence[int]) -> None:
+        """Results go to the shared memory of the blocks of a cluster that combine them."""
+        self.split, self.parts = ending.split, ending.block.grid[0]
         results = list(self.results)
-        for j, store in enumerate(self.block.stores):
-            shape = store.value.shape
+        names = list(self.result_names)
+        for load in ending.block.loads:
+            j, shape = places[load.attrs.index], load.shape[1:]
+            if results[j].dtype is not DType.F32 or j in self.local:
+                raise Infeasible("parts that are not f32, or read twice")
             pitch = shape[-1] + (8 if shape[-1] % 16 == 0 else 0)  # rows in different banks
-            if results[j].dtype is not DType.F32:
-                raise Infeasible(f"parts of {results[j].dtype} in shared memory")
             strides = [1]
-            for n in (pitch, *reversed(shape[1:-1])):
+            for n in (pitch, *reversed(shape[:-1])):
                 strides.insert(0, strides[0] * n)
-            results[j] = Operand(DType.F32, tuple(strides))
-            self.local[j] = up(4 * strides[0], 16)
-        self.results = results
-        self.result_names = [f"part{j}" for j in range(len(results))]
+            slot = up(strides.pop(0), 4)
+            (dim,) = load.attrs.imap
+            if dim == load.rank - 1 and shape[-1] % VECTOR:
+                raise Infeasible(f"shares of {shape[-1]} columns")
+            size = 4 * slot * self.parts
+            self.local[j] = Received(dim, load.shape[dim] if dim is not None else 0, slot, size)
+            results[j] = Operand(DType.F32, (slot, *strides))
+            names[j] = f"part{j}"
+        self.results, self.result_names = results, names
+        self.shared_limit -= self.received()
+
+    def received(self) -> int:
+        """Bytes of the parts that a block of a cluster receives."""
+        return sum(r.size for r in self.local.values())
 
     def store_moves(self, j: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if j in self.local:
-            return self.results[j].strides, (0,) * (len(self.block.grid) + 1)
+            moves = [0] * (len(self.block.grid) + 1)
+            moves[self.split] = self.local[j].slot
+            return self.results[j].strides, tuple(moves)
         return super().store_moves(j)
+
+    def target(self, j: int, base: str, strides: Sequence[int], layout: Layout) -> str:
+        """An element of a part goes to the block whose share it is, or to all of them in turn."""
+        if j not in self.local:
+            return super().target(j, base, strides, layout)
+        node, got = self.block.stores[j].value, self.local[j]
+        if got.dim is None:
+            return f"ob_remote({base}, to) + {self.address(node, strides, layout)}"
+        axis = self.axes.of[node][got.dim]
+        assert axis is not None
+        others = tuple(0 if d == got.dim else s for d, s in enumerate(strides))
+        index = f"({self.index(axis, layout)})"
+        inside = f"{index} % {got.share} * {strides[got.dim]}"
+        return (
+            f"ob_remote({base}, {index} / {got.share}) + {inside} + "
+            f"{self.address(node, others, layout)}"
+        )
+
+    def nested(self, j: int, text: Text) -> int:
+        """Loops around the writing of an element: over the blocks that all receive it."""
+        if j not in self.local or self.local[j].dim is not None:
+            return 0
+        text.open(f"for (int to = 0; to < {self.parts}; to++)")
+        return 1
 
     def exchanged(self) -> int:
         """Bytes of tiles for the whole block and of what the groups exchange behind them."""
@@ -515,16 +575,19 @@ class Fragments(Joined):
         return self.fixed + 4 * self.groups * self.exchange_elements() * self.group_threads
 
     def shared_bytes(self) -> int:
-        """Bytes of shared memory: tiles, or in their place what the groups exchange and results
-        that stay in the block.
-        """
+        """Bytes of shared memory in all."""
+        need = self.needed() + self.received()
+        if self.wide:
+            need += ALIGNMENT  # the start is moved up to a whole swizzled tile
+        limit = self.shared_limit + self.received()
+        if need > limit:
+            raise Infeasible(f"{need} bytes of shared memory, the limit is {limit}")
+        return need
+
+    def needed(self) -> int:
+        """Bytes of shared memory for tiles, or in their place for what the groups exchange."""
         slack = 0
         if self.column_warps > 1 and self.axes.axes[self.n].extent // self.column_warps % 16:
             # The last warp's fragments of 16 columns reach half beyond the tile.
             slack = 16 * max(s.stride for s in self.stages.values())
-        need = max(self.shared + slack, self.exchanged() + sum(self.local.values()))
-        if self.wide:
-            need += ALIGNMENT  # the start is moved up to a whole swizzled tile
-        if need > self.shared_limit:
-            raise Infeasible(f"{need} bytes of shared memory, the limit is {self.shared_limit}")
-        return need
+        return up(max(self.shared + slack, self.exchanged()), 16)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph
 from obelisk.ir.op import Op
 from obelisk.lower.cuda.combine import Gathering, combining, gathering, split_axis
@@ -66,12 +67,36 @@ def gathered(work: Fragments, last: Last, ending: Gathering, outputs: list[str])
     names = ([f"part{j}" for j in kept], outputs)
     combine = Gathered(ending, params, last.results, names, work.threads)
     return [
-        "ob_cluster_barrier();",
+        "ob_cluster_arrive();",
+        "ob_cluster_wait();  // all parts are here",
         "{",
         *("  " + x for x in combine.body()),
         "}",
-        "ob_cluster_barrier();  // no block leaves while its parts are read",
     ]
+
+
+def planned(
+    block: BlockGraph,
+    params: Sequence[Operand],
+    results: Sequence[Operand],
+    last: Last | None,
+    target: tuple[Machine, CudaOptions],
+) -> tuple[Fragments | Dealt, Gathering | None]:
+    """The emitter of a block graph, and how the blocks of a cluster combine its results."""
+    machine, options = target
+    if not any(n.op is Op.MATMUL for n in block.body):
+        names = ([f"in{i}" for i in range(len(params))], [f"out{j}" for j in range(len(results))])
+        return Dealt(block, params, results, "", names), None
+    ending = cluster_ending(block, last, machine, options) if last is not None else None
+    if ending is not None and last is not None:
+        places = [j for j in last.places if j is not None]
+        try:
+            work = Fragments(block, params, results, machine, options, (ending, places))
+        except Infeasible:  # no room for the parts
+            return Fragments(block, params, results, machine, options), None
+        if work.looped:
+            return work, ending
+    return Fragments(block, params, results, machine, options), None
 
 
 def counted(
@@ -114,6 +139,8 @@ def _begin(work: Fragments | Dealt, block: BlockGraph, fastest: int | None) -> l
     if isinstance(work, Fragments):
         out += work.ring()
     out.append("ob_begin();")
+    if isinstance(work, Fragments) and work.local:
+        out.append("ob_cluster_arrive();")
     return out
 
 
@@ -128,17 +155,7 @@ def register_kernel(
     """The kernel of a flattened block graph; with `last`, of that one too, or None where the two do
     not fit together. Raises `Infeasible` where a graph does not have this form.
     """
-    names = ([f"in{i}" for i in range(len(params))], [f"out{j}" for j in range(len(results))])
-    work: Fragments | Dealt
-    if any(n.op is Op.MATMUL for n in block.body):
-        work = Fragments(block, params, results, machine, options)
-    else:
-        work = Dealt(block, params, results, "", names)
-    ending = None
-    if last is not None and isinstance(work, Fragments) and work.looped:
-        ending = cluster_ending(block, last, machine, options)
-    if ending is not None and isinstance(work, Fragments):
-        work.keep()
+    work, ending = planned(block, params, results, last, (machine, options))
     lines = work.body()
     ends = last.results if last else ()
     outputs = [f"out{len(results) + j}" for j in range(len(ends))]

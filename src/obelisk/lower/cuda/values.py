@@ -607,6 +607,14 @@ class Values:
         """Where the current block's and iteration's part of a result begins."""
         return self.steps(moves)
 
+    def nested(self, j: int, text: Text) -> int:
+        """Opens loops around the writing of an element of a result; how many."""
+        return 0
+
+    def target(self, j: int, base: str, strides: Sequence[int], layout: Layout) -> str:
+        """The address of a result's element at the current registers."""
+        return f"{base} + {self.address(self.block.stores[j].value, strides, layout)}"
+
     def element(self, node: Node, base: str, strides: Sequence[int], layout: Layout) -> str:
         """The address of a load's element at the current registers."""
         return f"{base} + {self.address(node, strides, layout)}"
@@ -684,7 +692,8 @@ class Values:
         self.loops(text, axes, layout, n)
         if guards:
             text.open(f"if ({' && '.join(guards)})")
-        at = f"{name} + {self.address(node, strides, layout)}"
+        nested = self.nested(j, text)
+        at = self.target(j, name, strides, layout)
         if n > 1 and value is not None:
             text.line(f"ob_write<{n}>({at}, &{self.at(value)});")
         else:
@@ -694,6 +703,6 @@ class Values:
                 else self.scalar(base, layout, kind, frozenset())
             )
             text.line(f"ob_put({at}, {item});")
-        if guards:
+        for _ in range(nested + bool(guards)):
             text.close()
         self.unnest(text, axes)
