@@ -99,7 +99,7 @@ class CudaBackend:
     """See `backends.Backend`."""
 
     name, dtype = "cuda", DType.F16
-    most_items, grow_items, start_seconds = 56, 64, 2.5
+    most_items, grow_items, start_seconds = 72, 64, 2.5
     quick, rivals = QUICK, RIVALS
     ablations: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "registers": {"fragments": False},

@@ -382,6 +382,13 @@ def bench_command(
             *(show_us(row.baseline(name)) for name in columns),
         ]
 
+    done: list[benching.BenchRow] = []
+
+    def finished(row: benching.BenchRow) -> None:
+        done.append(row)
+        progress.print(console, Text("  ".join(row_of(row))))
+        _write_json(json_file, benching.bench_json(done))  # what is known, should the run be cut
+
     with Display() as progress:
         rows = benching.run_bench(
             names or (),
@@ -392,12 +399,11 @@ def bench_command(
             device=device,
             candidates=candidates,
             progress=progress,
-            each=lambda row: progress.print(console, Text("  ".join(row_of(row)))),
+            each=finished,
         )
     console.print(rows_table(("program", "obelisk", "ratio", "floor", *columns), map(row_of, rows)))
     for name, value in benching.summarise(rows).items():
         console.print(f"{name}: {value:.3f}" if value is not None else f"{name}: -")
-    _write_json(json_file, benching.bench_json(rows))
     if chart_file is not None:
         chart_file.write_text(chart(rows), encoding="utf-8")
     if any(row.report is None for row in rows):

@@ -376,16 +376,17 @@ class _Run:
         good = [i for i, v in sorted(self.verdicts.items()) if v.accepted]
         own = [(i, self.candidates[i].graph) for i in good]
         known = {g.digest for _, g in own}
-        more: list[tuple[float, int, Graph]] = []
+        more: list[tuple[int, float, int, Graph]] = []
         for i in good:
             if i == 0 or not self._promising(i):
                 continue
-            for graph in request.backend.siblings(self.candidates[i].graph, request.machine):
+            siblings = request.backend.siblings(self.candidates[i].graph, request.machine)
+            for rank, graph in enumerate(siblings):
                 if graph.digest not in known:
                     known.add(graph.digest)
-                    more.append((estimate(graph, request.machine).seconds, i, graph))
-        more.sort(key=lambda m: m[:2])
-        return own + [(i, g) for _, i, g in more]
+                    more.append((rank, estimate(graph, request.machine).seconds, i, graph))
+        more.sort(key=lambda m: m[:3])
+        return own + [(i, g) for _, _, i, g in more]
 
     def _promising(self, candidate: int) -> bool:
         """Whether the model thinks it worth more than one try (where tries are not few anyway)."""

@@ -29,19 +29,24 @@ def shared_axes(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 
 def neighbours(graph: Graph, machine: Machine, most: int = MOST) -> list[Graph]:
-    """Siblings of a graph, at most `most`, the cheapest by the cost model first.
-
-    The graph itself is not among them.
+    """Siblings of a graph, at most `most`: every grid with its best loop count by the cost model,
+    the cheapest first, then every grid's second, and so on. The graph itself is not among them.
     """
     seen = {graph.digest}
-    found: list[tuple[float, str, Graph]] = []
+    by_grid: dict[tuple[int, ...], list[tuple[float, str, Graph]]] = {}
     for other in _resized(graph, machine):
         if other.digest in seen:
             continue
         seen.add(other.digest)
-        if all(capacity(b, machine) is None for b in blocks_of(other)):
-            found.append((estimate(other, machine).seconds, other.digest, other))
-    return [g for _, _, g in sorted(found, key=lambda f: f[:2])[:most]]
+        blocks = blocks_of(other)
+        if all(capacity(b, machine) is None for b in blocks):
+            row = (estimate(other, machine).seconds, other.digest, other)
+            by_grid.setdefault(blocks[0].grid, []).append(row)
+    ranked: list[tuple[int, float, str, Graph]] = []
+    for rows in by_grid.values():
+        rows.sort(key=lambda r: r[:2])
+        ranked += [(turn, *row) for turn, row in enumerate(rows)]
+    return [r[3] for r in sorted(ranked, key=lambda r: r[:3])[:most]]
 
 
 def _resized(graph: Graph, machine: Machine) -> Iterator[Graph]:

@@ -130,6 +130,7 @@ class _Tuning:
         self.copies, self.cache_state, self.scale = 1, "resident", 1.0
         self.known: set[int] = set()  # contenders that the present worker of the race has
         self.generation = 0  # of that worker
+        self.soiled = 0  # the last worker in which a candidate was not right
         self.after_python = False
         self.notes: list[str] = []
         self.bandwidth: float | None = None
@@ -181,7 +182,6 @@ class _Tuning:
             s.runner.estimate if s.runner is not None and s.status is Status.OK else None
             for s in self.states[:n]
         ]
-        bench.child.stop()  # what comes may harm its process, and the caller may take its time
         new = self.grow(seconds)
         self.items += new
         self.states[n:n] = [_State(i.name) for i in new]
@@ -200,6 +200,7 @@ class _Tuning:
             self.progress.update("tune", {"done": key + 1, "of": len(self.items), "ok": good})
             state = self.states[key]
             if state.status is not Status.OK:
+                self.soiled = bench.child.generation
                 logger("tune").info("%s: %s, %s", item.name, state.status.value, state.detail)
 
     def _check(self, bench: Bench, key: int, item: TuneItem) -> None:
@@ -314,10 +315,14 @@ class _Tuning:
                 self._recheck(bench, runner.key)
 
     def _prepare_race(self, bench: Bench) -> None:
-        """Choose the copies of the inputs, and see that the next worker is a fresh one."""
+        """Choose the copies of the inputs, and see that no bad candidate has touched the worker.
+
+        On a CPU it is a fresh one; a device's takes seconds to start, and stays while all is well.
+        """
         if self.copies == 1:
             self._choose_copies()
-        bench.child.stop()
+        if not self.rig.on_device or self.soiled == bench.child.generation:
+            bench.child.stop()
 
     def _measure_bandwidth(self, bench: Bench) -> None:
         try:
