@@ -24,7 +24,7 @@ from obelisk.lower.cuda.options import Place
 from obelisk.lower.triton import TritonKernel, TritonModule, lower_triton
 from obelisk.machine import find
 from tests import strategies
-from tests.cuda_graphs import attention, fused
+from tests.cuda_graphs import attention, fused, gated, low_rank, norm_matmul
 from tests.fuzz_graphs import random_program, worst_error
 from tests.lowering import RELATIVE, largest_error, strided
 
@@ -174,6 +174,10 @@ def blocks() -> Iterator[Graph]:
     for graph in fused().values():
         if sum(n.elements for n in graph.inputs) < 200_000:
             yield graph
+    # Tiles with a long depth, whose products have a loop of their own; inside the block's loop too.
+    yield low_rank(3, 300, 12, 88, parts=2)
+    yield gated(5, 694, 77, parts=2, loop=2)
+    yield norm_matmul(4, 347, 48, parts=3, split=1, tile=347)
     yield from (strategies.blocked_pair(i).candidate for i in range(16))
     for i in range(10):
         graph = strategies.block_zoo(i)

@@ -38,7 +38,7 @@ def interpreted(name: str) -> list[dict[str, Any]]:
     [
         ("programs", 24),  # every named program in f16 and f32
         ("found", 10),  # what the search returns
-        ("blocks", 35),  # every feature of the block level
+        ("blocks", 45),  # every feature of the block level
         ("operators", 22),  # every operator and dtype
         ("scores", 20),  # attention: lengths 1 to 65, scores of 5 to 1000, f16 and bf16
         ("random:0:16", 16),

@@ -15,8 +15,9 @@ from tests.device_modules import MACHINE, TARGETS, compile_all, lowered, run_mod
 from tests.strategies import MUGRAPHS
 from tests.unit.test_ir_mirage import FILES
 
-from obelisk.base.errors import MissingDependency
+from obelisk.base.errors import BuildFailed, MissingDependency
 from obelisk.build.cuda import Cubin, compile_cuda_many, toolchain
+from obelisk.build.triton import compile_triton_many
 from obelisk.ir import Graph, load_mirage
 from obelisk.lower.cuda import CudaModule
 
@@ -58,6 +59,17 @@ def test_the_last_graph_of_each_file_compiles(tmp_path: Path) -> None:
         assert answer.resources.registers <= MACHINE.registers_per_thread
 
 
+def unbuilt(module: Any) -> bool:
+    """Whether Triton's compiler found that a kernel needs more shared memory than there is, which
+    is a limit by name; every other failure fails the test.
+    """
+    if isinstance(module, CudaModule):
+        return False
+    failed = [b for b in compile_triton_many(module.kernels, MACHINE) if isinstance(b, BuildFailed)]
+    assert all("bytes of shared memory" in b.reason for b in failed), failed
+    return bool(failed)
+
+
 @pytest.mark.device
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", RIGHT)
@@ -76,6 +88,8 @@ def test_every_graph_runs_on_a_gpu(name: str, target: str) -> None:
     wrong = []
     for i, (graph, module) in enumerate(zip(graphs, modules, strict=True)):
         assert [x.shape for x in graph.inputs] == shapes
+        if unbuilt(module):
+            continue
         error = whole_error(run_module(module, graph, arrays)[0].reshape(want.shape), want)
         if not error < 2e-3:
             wrong.append((i, error))

@@ -9,7 +9,7 @@ import ast
 import re
 
 import pytest
-from tests.cuda_graphs import attention, fused, gated
+from tests.cuda_graphs import attention, fused, gated, low_rank
 
 from obelisk.app.loading import load_program
 from obelisk.base.errors import Infeasible
@@ -78,6 +78,16 @@ def test_products_keep_narrow_operands_and_f32_is_not_rounded() -> None:
     assert "t2.to" not in text  # f16 goes into the product as it was loaded
     assert "total1 = ob_dot(t2, t3, total1)" in text
     assert 'input_precision="ieee"' in text_of(gated(16, 128, 64, parts=1, loop=2))
+
+
+def test_a_long_depth_is_read_bit_by_bit() -> None:
+    """A tile of 694 / 2 elements of depth, which no finer loop divides."""
+    text = body_of(gated(5, 694, 77, parts=2, loop=2))
+    assert text.count("in range(0, 347, 64):") == 2
+    assert "(r64 < 347 - k" in text
+    (kernel,) = lower_triton(low_rank(16, 256, 16, 512, parts=16), H200).kernels
+    assert "in range(0, 256, 64):" in kernel.source
+    assert kernel.stages > 1
 
 
 def test_a_row_is_multiplied_elementwise() -> None:

@@ -144,7 +144,7 @@ class _Lowering:
         title = f"Grid {block.grid}, loop {block.loop}."
         options = self.options
         warps = options.warps or min(MOST_WARPS, max(4, work.largest // WARP_ELEMENTS))
-        stages = options.stages or self.stages(block, work.streamed)
+        stages = options.stages or self.stages(block, work)
         return TritonKernel(
             ENTRY,
             module_text(params, title, body),
@@ -156,12 +156,13 @@ class _Lowering:
             (f"largest tile {work.largest} elements, {warps} warps, {stages} stages",),
         )
 
-    def stages(self, block: BlockGraph, streamed: int) -> int:
+    def stages(self, block: BlockGraph, work: Products) -> int:
         """Iterations in flight: as many as fit."""
-        if block.loop == 1 or not streamed:
+        if (block.loop == 1 and not work.inner) or not work.streamed:
             return 1
         room = int(SHARED_SHARE * self.machine.shared_bytes)
-        return max(1, min(MOST_STAGES, block.loop, room // streamed))
+        most = MOST_STAGES if work.inner else min(MOST_STAGES, block.loop)
+        return max(1, min(most, room // work.streamed))
 
     def call(self, call: Call) -> None:
         arguments = tuple(self.pointer(b) for b in (*call.params, *call.results))

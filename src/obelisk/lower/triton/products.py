@@ -18,11 +18,12 @@ from obelisk.ir.node import Node
 from obelisk.ir.op import Op
 from obelisk.lower.cuda.names import kind_of
 from obelisk.lower.triton.moves import Moves
-from obelisk.lower.triton.names import convert, stored
+from obelisk.lower.triton.names import convert, indented, stored
 from obelisk.lower.triton.padding import on_matrix_units
 from obelisk.lower.triton.values import ACCUMULATORS, Dim, Value, shape_text, subscript
 
 MOST_TERMS = 1 << 17  # multiply-adds of an elementwise product, padded
+LONG_DEPTH, DEPTH_STEP = 128, 64  # from where on a tile's depth is read in parts of what length
 EXACT_DEPTH = 1024  # products of bytes that a sum of f32 holds exactly
 
 
@@ -52,7 +53,49 @@ class Products(Moves):
             return self.dot(node)
         return self.elementwise_product(node)
 
+    def chunked(self, node: Node) -> bool:
+        """Whether a product reads its operands bit by bit: both lie in device memory as they are
+        multiplied, and are long.
+        """
+        kind = self.unit_type(node)
+        return (
+            self.dims(node.inputs[0])[-1].pad > LONG_DEPTH
+            and not self.wide
+            and kind_of(node.dtype) == "f"
+            and self.batches(node) == 0
+            and all(
+                x in self.views
+                and self.params[self.views[x].buffer].dtype is kind
+                and all(s for s, n in zip(self.views[x].strides, x.shape, strict=True) if n > 1)
+                for x in node.inputs
+            )
+        )
+
+    def in_chunks(self, node: Node, start: str) -> str:
+        """`start` plus the product, the depth in a loop of its own."""
+        phase, kind = self.when(node), self.unit_type(node)
+        total, step = self.let(phase, "part", start), self.name("k")
+        outer, self.text.lines[phase] = self.text.lines[phase], []
+        texts = []
+        for x, depth in ((node.inputs[0], -1), (node.inputs[1], -2)):
+            view, dims = self.views[x], list(self.dims(x))
+            limit = dims[depth].limit
+            dims[depth] = Dim(DEPTH_STEP, DEPTH_STEP, f"{limit} - {step}" if limit else "")
+            value = self.load(view, dims, phase, further=f"{step} * {view.strides[depth]}")
+            self.streamed += int(prod(self.pads(dims, value.dims)) * kind.nbytes)
+            texts.append(value.text)
+        inside = [*self.text.lines[phase], f"{total} = ob_dot({', '.join(texts)}, {total})"]
+        self.text.lines[phase] = outer
+        self.inner = True
+        size = node.inputs[0].shape[-1]
+        self.line(phase, f"for {step} in range(0, {size}, {DEPTH_STEP}):")
+        for text in inside:
+            self.line(phase, indented(text))
+        return total
+
     def multiplied(self, node: Node, state: str) -> str:
+        if self.chunked(node):
+            return self.in_chunks(node, state)
         a, b = self.factors(node)
         return f"ob_dot({a}, {b}, {state})"
 
@@ -63,8 +106,10 @@ class Products(Moves):
         pads = self.pads(dims, which)
         self.bounded(pads)
         sizes = pads if len(pads) < 4 else [prod(pads[:-2]), *pads[-2:]]
-        a, b = self.factors(node)
         zero = f"tl.zeros({shape_text(sizes)}, tl.float32)"
+        if self.chunked(node):
+            return Value(self.in_chunks(node, zero), which, "f")
+        a, b = self.factors(node)
         text = f"ob_dot({a}, {b}, {zero})"
         if sizes != pads:
             text = f"tl.reshape({text}, {shape_text(pads)})"

@@ -131,6 +131,7 @@ class Values:
         self.count = 0
         self.largest = 1  # padded elements of the largest tile
         self.streamed = 0  # bytes that an iteration loads for products
+        self.inner = False  # whether a product has a loop of its own
         self.wide = self._wide()
 
     # ---- geometry and phases
@@ -268,9 +269,10 @@ class Values:
         dims: Sequence[Dim],
         phase: Phase,
         shift: tuple[int, int, int] | None = None,
+        further: str = "",
     ) -> Value:
-        """A tile from device memory; what is not there is 0. With `shift` (dim, start, size), the
-        tile's elements lie at start <= i < start + size along that dim.
+        """A tile from device memory, `further` elements on; what is not there is 0. With `shift`
+        (dim, start, size), the tile's elements lie at start <= i < start + size along that dim.
         """
         which = tuple(
             d for d, (dim, s) in enumerate(zip(dims, view.strides, strict=True))
@@ -281,6 +283,8 @@ class Values:
         base = self.steps(view.moves)
         if view.offset:
             base.append(str(view.offset))
+        if further:
+            base.append(further)
         parts = [f"x{view.buffer}"]
         if base:
             parts.append(
