@@ -165,3 +165,48 @@ def test_one_element_graphs() -> None:
     bb = BlockBuilder((1,))
     bb.store(c.softmax(bb.load(x, (None,))), (None,))
     assert verify(program, make_graph(xs, bb.launch())).accepted
+
+
+def _strided(strides: tuple[int, ...] | None, fused: bool, omap: int = 1) -> Graph:
+    """x w, x lying by `strides`; fused, with blocks laid along dim `omap` of the result."""
+    x, w = b.input_node(0, (8, 8), strides=strides), b.input_node(1, (8, 8))
+    if not fused:
+        return make_graph([x, w], [x @ w])
+    bb = BlockBuilder((2,), loop=2)
+    product = bb.load(x, (None,), fmap=1) @ bb.load(w, (1,), fmap=0)
+    total = b.accum_sum(product)
+    bb.store(total if omap == 1 else b.reshape(total, (4, 8)), (omap,))
+    return make_graph([x, w], bb.launch())
+
+
+def test_the_layout_of_inputs_is_part_of_the_interface() -> None:
+    """A kernel made from the candidate reads memory by the candidate's strides: they must be the
+    program's. Which strides these are changes nothing else; extents of 1 have none.
+    """
+    columns = (1, 8)
+    assert verify(_strided(columns, False), _strided(columns, True)).kind is VerdictKind.PROVED
+    for mine, theirs in ((columns, None), (None, columns), ((16, 1), (8, 1))):
+        verdict = verify(_strided(mine, False), _strided(theirs, True))
+        assert verdict.kind is VerdictKind.REFUTED
+        assert "input 0 lies in memory with strides" in str(verdict.witness)
+        assert "declare the same strides" in str(verdict.witness)
+    one = [make_graph([x], [x * 2.0]) for x in
+           (b.input_node(0, (1, 8), strides=s) for s in ((77, 1), None))]  # fmt: skip
+    assert verify(*one).accepted
+
+
+def test_where_blocks_lay_their_results_is_judged() -> None:
+    """The same tiles along another dim are another tensor, whatever the strides of the inputs."""
+    for strides in (None, (1, 8)):
+        assert verify(_strided(strides, False), _strided(strides, True, 1)).accepted
+        wrong = verify(_strided(strides, False), _strided(strides, True, 0))
+        assert wrong.kind is VerdictKind.REFUTED
+
+
+def test_aliasing_inputs_are_judged_for_all_tensors() -> None:
+    """Rows that are one row in memory: using that is no rewrite; verdicts are about tensors."""
+    x = b.input_node(0, (4, 6), strides=(0, 1))
+    program = make_graph([x], [b.sum(x, 0)])
+    only_first = make_graph([x], [b.slice(x, 0, 0, 1) * 4.0])
+    assert verify(program, program).accepted
+    assert verify(program, only_first).kind is VerdictKind.REFUTED

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf, isinf, log10
 
 from obelisk.base.errors import ObeliskError
+from obelisk.ir.build import row_major
 from obelisk.ir.graph import Graph
-from obelisk.ir.node import Node, topological
+from obelisk.ir.node import Node, Shape, topological
 from obelisk.ir.op import Op
 from obelisk.verify.constants import meant
 from obelisk.verify.fieldtest import Agreement, FieldOutcome, run_instance
@@ -230,7 +231,12 @@ class _Case:
 
 
 def interface_mismatch(program: Graph, candidate: Graph) -> str | None:
-    """What differs in number, shape or dtype of inputs and outputs, or None."""
+    """What differs in number, shape, dtype or strides of inputs and outputs, or None.
+
+    Strides change no meaning: both graphs are judged as functions of tensors. But a kernel made
+    from the candidate reads memory by the strides that the candidate declares, and is given tensors
+    that lie as the program says. So they are part of the interface. (Results are always dense.)
+    """
     for what, mine, theirs in (
         ("inputs", program.inputs, candidate.inputs),
         ("outputs", program.outputs, candidate.outputs),
@@ -243,7 +249,20 @@ def interface_mismatch(program: Graph, candidate: Graph) -> str | None:
                     f"{what[:-1]} {k} is {a.dtype}{list(a.shape)} in the program, "
                     f"{b.dtype}{list(b.shape)} in the candidate"
                 )
+    for k, (a, b) in enumerate(zip(program.inputs, candidate.inputs, strict=True)):
+        own, other = (x.attrs.strides or row_major(x.shape) for x in (a, b))
+        if _laid(own, a.shape) != _laid(other, a.shape):
+            return (
+                f"input {k} lies in memory with strides {own} in the program, {other} in the "
+                "candidate: kernels of one would read tensors of the other wrongly; declare the "
+                "same strides"
+            )
     return None
+
+
+def _laid(strides: Shape, shape: Shape) -> Shape:
+    """Strides that matter: a dim of one element is never stepped along."""
+    return tuple(s if n > 1 else 0 for s, n in zip(strides, shape, strict=True))
 
 
 def _all_nodes(graph: Graph) -> Iterable[Node]:
