@@ -7,9 +7,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.cuda_graphs import attention, gated, norm_matmul
+from tests.cuda_graphs import attention, experts, gated, norm_matmul
 
-from obelisk.lower.cuda import CudaOptions, Place, describe, lower_cuda
+from obelisk.lower.cuda import CudaOptions, Place, TensorMap, describe, lower_cuda
+from obelisk.lower.cuda.fragment import Fragments
+from obelisk.lower.cuda.kernel import planned
+from obelisk.lower.cuda.module import scaled, scheduled
+from obelisk.lower.schedule import flatten
 from obelisk.machine import find
 
 H200 = find("h200")
@@ -20,6 +24,13 @@ TALL = attention(2, 128, 512, 64, row_tile=64, split=2, key_tile=64)
 def source(graph, machine=H200, **options) -> str:  # type: ignore[no-untyped-def]
     (kernel,) = lower_cuda(graph, machine, CudaOptions(**options)).kernels
     return kernel.source
+
+
+def tile_source(graph):  # type: ignore[no-untyped-def]
+    """The flattened block graph of the first launch, and how its tensors lie."""
+    program, sources = scheduled(scaled(graph, CudaOptions()), H200)
+    first = sources[program.calls[0].kernel]
+    return flatten(first.block), first.params, first.results
 
 
 def test_tall_tiles_are_multiplied_by_four_warps() -> None:
@@ -43,6 +54,7 @@ def test_other_architectures_have_none_of_it(machine) -> None:  # type: ignore[n
     text = source(TALL, machine, bulk=True, wgmma=True)
     assert "wgmma" not in text
     assert "ob_bulk" not in text
+    assert lower_cuda(TALL, machine, CudaOptions(bulk=True)).kernels[0].maps == ()
 
 
 def test_the_blocks_of_a_cluster_send_each_other_their_shares() -> None:
@@ -95,10 +107,60 @@ def test_a_warp_of_its_own_copies_in_bulk() -> None:
     graph = norm_matmul(16, 1024, 512, parts=4, split=1, tile=64)
     plain, bulk = (lower_cuda(graph, H200, CudaOptions(bulk=b)).kernels[0] for b in (False, True))
     assert bulk.threads == plain.threads + 32
-    assert "ob_bulk_tile<64, 128" in bulk.source
-    assert "ob_copy_tile<" not in bulk.source.partition('extern "C"')[2]
-    ragged = norm_matmul(16, 1000, 500, parts=4, split=1, tile=64)
-    assert "ob_bulk_tile<" not in lower_cuda(ragged, H200, CudaOptions(bulk=True)).kernels[0].source
+    assert bulk.maps == (
+        TensorMap(0, "f16", 1024, 16, 2048, 64, 16),
+        TensorMap(1, "f16", 512, 1024, 1024, 64, 64),
+    )
+    assert plain.maps == ()
+    body = bulk.source.partition('extern "C"')[2]
+    assert body.count("ob_bulk_box(") == 2
+    assert "ob_copy_tile<" not in body
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        norm_matmul(16, 1000, 512, parts=4, split=1, tile=64),  # a last tile that is short
+        norm_matmul(16, 1024, 128, parts=4, split=1, tile=64),  # 32 columns, half a line
+    ],
+)
+def test_tiles_that_are_no_boxes_are_copied_by_all_threads(graph) -> None:  # type: ignore[no-untyped-def]
+    (kernel,) = lower_cuda(graph, H200, CudaOptions(bulk=True)).kernels
+    assert kernel.maps == ()
+    assert "ob_copy_tile<" in kernel.source
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        TALL,
+        attention(3, 64, 512, 64, row_tile=64, split=2, key_tile=64, transposed=True),
+        norm_matmul(16, 1024, 512, parts=4, split=2, tile=64),
+        experts(2, 8, 256, parts=2, tile=64),
+    ],
+    ids=["tall", "keys first", "norm", "experts"],
+)
+def test_boxes_start_where_the_tiles_do(graph) -> None:  # type: ignore[no-untyped-def]
+    """Row and column of a box give the element offset of the load, for any block and iteration."""
+    call = tile_source(graph)
+    work, _ = planned(*call, None, (H200, CudaOptions(bulk=True)))
+    assert isinstance(work, Fragments)
+    assert work.bulk
+    moving = [s.node for s in work.stages.values() if s.loop]
+    for number, node in enumerate(moving):
+        box = work.box(node, number)
+        assert box is not None
+        offset = work.steps(work.load_moves(node)[1]) or "0"
+        for step in range(40):
+            names = {f"g{a}": step * 7 % n for a, n in enumerate(work.block.grid)}
+            names["it"] = step * 5 % work.block.loop
+            column, row, start = (
+                int(eval(t.replace("(int)", "").replace("ll", ""), {"__builtins__": {}}, names))
+                for t in (box.column, box.row, offset)
+            )
+            assert row * box.tensor.columns + column == start
+            assert column + 64 * box.count <= box.tensor.columns
+            assert row + box.tensor.box_rows <= box.tensor.rows
 
 
 def test_scales_of_rows_are_computed_once_in_a_group() -> None:

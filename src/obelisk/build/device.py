@@ -19,7 +19,7 @@ from typing import Any
 
 from obelisk.base.digest import digest
 from obelisk.base.errors import CallError, InternalError, MissingDependency, ParseError
-from obelisk.lower.cuda.options import CudaKernel, CudaLaunch, CudaModule, Place, Pointer
+from obelisk.lower.cuda.options import CudaKernel, CudaLaunch, CudaModule, Place, Pointer, TensorMap
 
 STATIC_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no permission
 COUNTER_BYTES = 4
@@ -129,6 +129,7 @@ def module_from_json(data: Mapping[str, Any]) -> CudaModule:
 
 def _kernel_from_json(data: Mapping[str, Any]) -> CudaKernel:
     fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
+    fields["maps"] = tuple(TensorMap(**m) for m in data.get("maps", ()))
     return CudaKernel(source="", **fields)
 
 
@@ -265,8 +266,10 @@ class CudaLibrary:
         cu, kernel = self._cu, self.module.kernels[number]
         values = (ctypes.c_void_p * len(addresses))(*addresses)
         size = ctypes.sizeof(ctypes.c_void_p)
-        pointers = (ctypes.c_void_p * len(addresses))(
-            *(ctypes.addressof(values) + i * size for i in range(len(addresses)))
+        maps = [self._tensor_map(m, addresses[m.argument]) for m in kernel.maps]
+        pointers = (ctypes.c_void_p * (len(addresses) + len(maps)))(
+            *(ctypes.addressof(values) + i * size for i in range(len(addresses))),
+            *(m.getPtr() for m in maps),
         )
         config = cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = kernel.blocks, 1, 1
@@ -288,7 +291,29 @@ class CudaLibrary:
             attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
             attributes.append(attribute)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        return (config, self._functions[number]), (pointers, values)
+        return (config, self._functions[number]), (pointers, (values, maps))
+
+    def _tensor_map(self, m: TensorMap, address: int) -> Any:
+        """A matrix in device memory as the copy engine takes it."""
+        cu = self._cu
+        kinds = {
+            "f16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            "bf16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        }
+        answer = cu.cuTensorMapEncodeTiled(
+            kinds[m.dtype],
+            2,
+            address,
+            [cu.cuuint64_t(m.columns), cu.cuuint64_t(m.rows)],
+            [cu.cuuint64_t(m.stride)],
+            [cu.cuuint32_t(m.box_columns), cu.cuuint32_t(m.box_rows)],
+            [cu.cuuint32_t(1), cu.cuuint32_t(1)],
+            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        return check(answer, f"describing a matrix of {m.rows} by {m.columns} to the copy engine")
 
     def issue(self, bound: Sequence[tuple[Any, Any]], stream: int) -> None:
         """Launch everything on `stream` (a handle); returns at once."""

@@ -16,6 +16,7 @@ from obelisk.lower.cuda.options import (
     CudaOptions,
     Place,
     Pointer,
+    TensorMap,
 )
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "CudaOptions",
     "Place",
     "Pointer",
+    "TensorMap",
     "describe",
     "lower_cuda",
     "variants",

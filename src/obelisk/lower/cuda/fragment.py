@@ -16,11 +16,11 @@ from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node
-from obelisk.ir.op import Op
+from obelisk.ir.op import LoadAttrs, Op
 from obelisk.lower.cuda.combine import Gathering
 from obelisk.lower.cuda.layout import Layout, column_dim, row_dim, up
 from obelisk.lower.cuda.merge import Joined
-from obelisk.lower.cuda.options import CudaOptions
+from obelisk.lower.cuda.options import CudaOptions, TensorMap
 from obelisk.lower.cuda.product import LINE, VECTOR, WIDE_COLUMNS, WIDE_ROWS, Stage
 from obelisk.lower.cuda.values import ACCUMULATORS, Text, Value, base_of
 from obelisk.lower.schedule import Operand
@@ -33,6 +33,7 @@ MOST_WIDE_THREADS = 512  # more leave too few registers for results of 64 rows
 MOST_STAGES = 4
 MOST_BULK_STAGES = 16
 MOST_RESIDENT = 4
+MOST_BOX = 256  # rows of one bulk copy
 MOST_WARPS = 16  # along the rows
 NARROW = (DType.F16, DType.BF16)
 STATIC = 2048  # bytes of shared memory kept for barriers and scales
@@ -53,6 +54,19 @@ class Received:
     share: int
     slot: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A tile as the copy engine gets it: the number of its map, the map, the text of its first
+    column and row, and in how many boxes of 64 columns it comes.
+    """
+
+    number: int
+    tensor: TensorMap
+    column: str
+    row: str
+    count: int
 
 
 class Fragments(Joined):
@@ -173,7 +187,7 @@ class Fragments(Joined):
         for axis in self.axes.axes:
             if axis.number != self.m:
                 step = 16 if axis.number in self.depths else 8
-                shared = self.column_warps if axis.number == self.n else 1
+                shared = self.column_warps if axis.number in self.shared_axes else 1
                 dims[axis.number] = column_dim(axis, step, shared)
         if self.column_warps > 1:
             for a, d in dims.items():
@@ -183,26 +197,25 @@ class Fragments(Joined):
         self.c = Layout("result", dims, order)
 
     def _columns(self) -> None:
-        """The axis whose columns the warps of a group share, and how many warps: columns of results
+        """The axes whose columns the warps of a group share, and how many warps: columns of results
         that nothing folds.
         """
-        self.n, self.column_warps = -1, 1
+        self.shared_axes, self.column_warps = frozenset(), 1
         folded = {
             self.axes.of[x.inputs[0]][x.attrs.axis]
             for x in self.block.body
             if x.op in (Op.SUM, Op.REDUCE_MAX)
         }
-        columns = [a for s in self.block.stores for a in self.axes.known(s.value) if a != self.m]
-        if self.wide or len(set(columns)) != 1 or columns[0] in folded | self.depths:
+        columns = {a for s in self.block.stores for a in self.axes.known(s.value) if a != self.m}
+        if self.wide or not columns or columns & (folded | self.depths):
             return
-        extent = self.axes.axes[columns[0]].extent
         wanted = self.options.column_warps
         if not wanted:
             wanted = 1 if self.looped else max(1, 8 // self.row_warps)
-        while wanted > 1 and extent % (8 * wanted):
+        while wanted > 1 and any(self.axes.axes[a].extent % (8 * wanted) for a in columns):
             wanted //= 2
         if wanted > 1:
-            self.n, self.column_warps = columns[0], wanted
+            self.shared_axes, self.column_warps = frozenset(columns), wanted
 
     def _operands(self) -> dict[Node, None]:
         """Loads that reach a product's operand with both of its axes."""
@@ -227,28 +240,22 @@ class Fragments(Joined):
         """Tiles in shared memory: those of the whole block, then those of a group's pipeline."""
         self.stages = {}
         sizes = {False: 0, True: 0}
+        self.bulk = self._bulk()
         for node in self.operands:
             (ra, rs), (ia, step) = self.tile_dims(node)
-            height, width = (
-                self.row_warps * self.tiles * 16
-                if a == self.m
-                else up(self.axes.axes[a].extent, 16)
-                for a in (ra, ia)
-            )
-            if ra == self.m and self.clamped:
-                height = self.axes.axes[ra].extent
-            swizzled = self.wide and width % WIDE_COLUMNS == 0
-            stride = 0 if swizzled else (width // 8 | 1) * 16
+            height, width = self._tile_size(node)
             loop = self.when(node) is Phase.LOOP
+            swizzled = (self.wide or (self.bulk and loop)) and width % WIDE_COLUMNS == 0
+            stride = 0 if swizzled else (width // 8 | 1) * 16
             _, moves = self.load_moves(node)
             fast = step == 1 and all(s % 8 == 0 for s in (rs, *moves))
             offset = up(sizes[loop], ALIGNMENT) if swizzled else sizes[loop]
             stage = Stage(node, ra, ia, height, width, stride, offset, loop, fast)
             self.stages[node] = stage
             sizes[loop] = offset + stage.nbytes
-        unit = ALIGNMENT if self.wide else 16
+        self.aligned = any(not s.stride for s in self.stages.values())
+        unit = ALIGNMENT if self.aligned else 16
         self.fixed, self.moving = up(sizes[False], unit), up(sizes[True], unit)
-        self.bulk = self._bulk()
         while not self._pipeline():
             if self.groups == 1:
                 raise Infeasible(
@@ -258,17 +265,59 @@ class Fragments(Joined):
             self.groups = -(-self.groups // 2)
             self.threads = self.groups * self.group_threads
 
+    def _tile_size(self, node: Node) -> tuple[int, int]:
+        """Rows and columns of a load's tile in shared memory."""
+        (ra, _), (ia, _) = self.tile_dims(node)
+        height, width = (
+            self.row_warps * self.tiles * 16 if a == self.m else up(self.axes.axes[a].extent, 16)
+            for a in (ra, ia)
+        )
+        return (self.axes.axes[ra].extent if ra == self.m and self.clamped else height), width
+
     def _bulk(self) -> bool:
         """Whether a warp of its own fills the pipeline with bulk copies: the device has them, and
-        every tile is whole rows of memory.
+        every tile is a box of a matrix in memory.
         """
-        moving = [s for s in self.stages.values() if s.loop]
-        return (
-            self.options.bulk
-            and Feature.BULK_COPY in self.machine.features
-            and bool(moving)
-            and all(s.fast and s.stride and self.whole(s) for s in moving)
+        if not self.options.bulk or Feature.BULK_COPY not in self.machine.features:
+            return False
+        moving = [x for x in self.operands if self.when(x) is Phase.LOOP]
+        return bool(moving) and all(self.box(x, i) is not None for i, x in enumerate(moving))
+
+    def box(self, node: Node, number: int) -> Box | None:
+        """A load's tile as a box of a matrix; None where it is none."""
+        (ra, rs), (ia, step) = self.tile_dims(node)
+        height, width = self._tile_size(node)
+        extents = self.axes.axes[ra], self.axes.axes[ia]
+        if step != 1 or rs % 8 or any(a.split is not None for a in extents):
+            return None
+        if (height, width) != tuple(a.extent for a in extents) or width % WIDE_COLUMNS:
+            return None
+        if height > MOST_BOX or (height % 8 and width > WIDE_COLUMNS):
+            return None
+        part = self.axes.axes[ia].extent // self.column_warps
+        if ia in self.shared_axes and part % 16:
+            return None
+        if ia == self.m and self.row_warps > 1:
+            return None
+        at: LoadAttrs = node.attrs
+        strides, moves = self.load_moves(node)
+        counts = (*self.block.grid, self.block.loop)
+        across = sum(m % rs * (n - 1) for m, n in zip(moves, counts, strict=True))
+        if across + width > rs or any(s < 0 for s in strides):
+            return None
+        span = 1 + sum((n - 1) * s for n, s in zip(at.full, strides, strict=True))
+        tensor = TensorMap(
+            at.index, at.dtype.value, rs, -(-span // rs), rs * 2, WIDE_COLUMNS, height
         )
+        columns = self.steps([m % rs for m in moves]) or "0"
+        rows = self.steps([m // rs for m in moves]) or "0"
+        return Box(number, tensor, f"(int)({columns})", f"(int)({rows})", width // WIDE_COLUMNS)
+
+    def maps(self) -> tuple[TensorMap, ...]:
+        """The tensor maps of a kernel with bulk copies."""
+        moving = [s.node for s in self.stages.values() if s.loop]
+        boxes = [self.box(x, i) for i, x in enumerate(moving)] if self.bulk else []
+        return tuple(b.tensor for b in boxes if b is not None)
 
     def whole(self, stage: Stage) -> bool:
         """Whether all of a staged tile exists in every block and iteration."""
@@ -280,6 +329,8 @@ class Fragments(Joined):
     def _pipeline(self) -> bool:
         """Tiles in flight of a group and resident blocks; False where not even two tiles fit."""
         fixed, moving = self.fixed, self.moving
+        spare = ALIGNMENT if self.aligned else 0  # the start is moved up to a whole swizzled tile
+        most_shared, extra = self.shared_limit - spare, spare + self.received()
         each = -(-self.block.loop // self.groups)
         self.ahead = self.buffers = 0
         wanted = self.options.resident or min(
@@ -290,8 +341,8 @@ class Fragments(Joined):
         stages = self.options.stages or (MOST_BULK_STAGES if self.bulk else MOST_STAGES)
         most = min(stages - 1, each)
         while True:
-            each_block = self.machine.shared_per_core // resident - 1024 - self.received()
-            limit = min(self.shared_limit, each_block - (STATIC if resident > 1 else 0))
+            each_block = self.machine.shared_per_core // resident - 1024 - extra
+            limit = min(most_shared, each_block - (STATIC if resident > 1 else 0))
             room = max(0, limit - fixed) // (moving * self.groups) if moving else MOST_STAGES
             ahead = each if room >= each and most >= each else min(most, room - 1)
             if resident == 1 or ahead >= min(2, most):
@@ -304,7 +355,7 @@ class Fragments(Joined):
             self.ahead = ahead
             self.buffers = ahead if ahead == each else ahead + 1
         self.shared = fixed + self.buffers * moving * self.groups
-        return self.shared <= self.shared_limit
+        return self.shared <= most_shared
 
     def launch_threads(self) -> int:
         """Threads of a block, the copying warp included."""
@@ -369,6 +420,7 @@ class Fragments(Joined):
             f"    ob_barrier_init(empty + 8 * s, {warps});",
             "  }",
             "  ob_barrier_ready();",
+            *(f"  ob_map_fetch(map{i});" for i in range(len(self.maps()))),
             "}",
             "__syncthreads();",
         ]
@@ -378,22 +430,21 @@ class Fragments(Joined):
         groups, buffers, loop = self.groups, self.buffers, self.block.loop
         t.open(f"if (thread >= {self.threads})")
         t.line("#pragma unroll 1")
-        t.open(f"for (int it = 0; it < {loop}; it++)")
-        for line in self.split_lines(True):
-            t.line(line)
+        t.open(f"for (int it = 0; it < {loop} && lane == 0; it++)")
         t.line(f"const int round = it / {groups}, turn = round / {buffers};")
         t.line(f"const int slot = it % {groups} * {buffers} + round % {buffers};")
         t.line("if (turn) ob_barrier_wait(empty + 8 * slot, (turn - 1) & 1);")
         total = sum(s.height * s.width * 2 for s in moving)
-        t.line(f"if (lane == 0) ob_barrier_expect(full + 8 * slot, {total});")
-        t.line("__syncwarp();")
+        t.line(f"ob_barrier_expect(full + 8 * slot, {total});")
         t.line(f"const unsigned to = fixed + {self.fixed} + slot * {self.moving};")
-        for s in moving:
-            strides, _ = self.load_moves(s.node)
-            step = strides[self.axes.of[s.node].index(s.rows)]
+        for i, s in enumerate(moving):
+            b = self.box(s.node, i)
+            assert b is not None
+            t.line("#pragma unroll")
             t.line(
-                f"ob_bulk_tile<{s.height}, {s.width}, {s.stride}>(to + {s.offset}, "
-                f"{self.source(s)}, {step}ll, full + 8 * slot, lane);"
+                f"for (int j = 0; j < {b.count}; j++) ob_bulk_box(to + {s.offset} + j * "
+                f"{s.height * LINE}, map{i}, {b.column} + j * {WIDE_COLUMNS}, {b.row}, "
+                "full + 8 * slot);"
             )
         t.close()
         t.line("return;")
@@ -577,8 +628,8 @@ class Fragments(Joined):
     def shared_bytes(self) -> int:
         """Bytes of shared memory in all."""
         need = self.needed() + self.received()
-        if self.wide:
-            need += ALIGNMENT  # the start is moved up to a whole swizzled tile
+        if self.aligned:
+            need += ALIGNMENT
         limit = self.shared_limit + self.received()
         if need > limit:
             raise Infeasible(f"{need} bytes of shared memory, the limit is {limit}")
@@ -587,7 +638,7 @@ class Fragments(Joined):
     def needed(self) -> int:
         """Bytes of shared memory for tiles, or in their place for what the groups exchange."""
         slack = 0
-        if self.column_warps > 1 and self.axes.axes[self.n].extent // self.column_warps % 16:
+        if any(self.axes.axes[a].extent // self.column_warps % 16 for a in self.shared_axes):
             # The last warp's fragments of 16 columns reach half beyond the tile.
             slack = 16 * max(s.stride for s in self.stages.values())
         return up(max(self.shared + slack, self.exchanged()), 16)

@@ -130,7 +130,7 @@ def _begin(work: Fragments | Dealt, block: BlockGraph, fastest: int | None) -> l
     if isinstance(work, Fragments):
         if work.shared_bytes():
             out.append("extern __shared__ __align__(16) char arena[];")
-            out.append(f"char *const base = {'ob_line(arena)' if work.wide else 'arena'};")
+            out.append(f"char *const base = {'ob_line(arena)' if work.aligned else 'arena'};")
         gt = work.group_threads
         out.append(f"const int group = thread / {gt}, member = thread % {gt};")
         out.append(f"const int warp_row = member / 32 % {work.row_warps};")
@@ -169,11 +169,13 @@ def register_kernel(
             return None
         extra, counters = found
     kept = enumerate(results) if cluster == 1 else ()
+    maps = work.maps() if isinstance(work, Fragments) else ()
     arguments = [
         *(f"const {CTYPE[o.dtype]} *in{i}" for i, o in enumerate(params)),
         *(f"{CTYPE[o.dtype]} *out{j}" for j, o in kept),
         *(f"{CTYPE[o.dtype]} *{n}" for n, o in zip(outputs, ends, strict=True)),
         *(["unsigned *counters"] if counters else []),
+        *(f"const __grid_constant__ ob_map map{i}" for i in range(len(maps))),
     ]
     headers, threads, shared, resident = list(HEADERS), work.threads, 0, 1
     if isinstance(work, Fragments):
@@ -192,6 +194,6 @@ def register_kernel(
     note = f"tiles in registers, {work.threads} threads"
     kernel = CudaKernel(
         "obelisk_kernel", "\n".join(text), block.blocks, threads, shared, cluster, (note,),
-        plan_lines(work),
+        plan_lines(work), maps,
     )  # fmt: skip
     return Made(kernel, counters, cluster > 1)

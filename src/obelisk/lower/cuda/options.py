@@ -71,6 +71,26 @@ class Pointer:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A matrix in device memory as the copy engine sees it: an argument that follows the pointers.
+
+    Attributes:
+        argument: which pointer argument the matrix starts at.
+        dtype: `f16` or `bf16`.
+        columns, rows: extents; `stride`: bytes between rows.
+        box_columns, box_rows: what one copy moves, into rows of 128 bytes with swizzled chunks.
+    """
+
+    argument: int
+    dtype: str
+    columns: int
+    rows: int
+    stride: int
+    box_columns: int
+    box_rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class CudaKernel:
     """One kernel.
 
@@ -80,6 +100,7 @@ class CudaKernel:
         blocks, threads: of a launch (one-dimensional).
         shared: bytes of dynamic shared memory.
         cluster: blocks of a cluster (1: none).
+        maps: tensor maps, in the order of the arguments that follow the pointers.
         notes: what was decided, for people, in short; `plan`: in full (`describe` prints it).
     """
 
@@ -91,6 +112,7 @@ class CudaKernel:
     cluster: int = 1
     notes: tuple[str, ...] = ()
     plan: tuple[str, ...] = ()
+    maps: tuple[TensorMap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

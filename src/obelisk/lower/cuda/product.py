@@ -60,16 +60,17 @@ class Products(Values):
     """Prints products.
 
     Attributes:
-        m: the axis of the products' rows; `n`: the axis whose columns warps share (-1: none).
+        m: the axis of the products' rows; `shared_axes`: those whose columns warps share.
         depths: axes that products fold.
         tiles: tiles of 16 rows of a warp. `row_warps`, `column_warps`: warps of a group.
         clamped: fewer than 16 rows, of which the real ones alone are in shared memory.
         wide: four warps make a product together.
+        bulk: a warp of its own fills the pipeline. `aligned`: some tiles are swizzled.
         c: the layout of results. `stages`: loads in shared memory.
     """
 
     m: int
-    n: int
+    shared_axes: frozenset[int]
     depths: set[int]
     tiles: int
     row_warps: int
@@ -79,6 +80,7 @@ class Products(Values):
     groups: int
     group_threads: int
     bulk: bool
+    aligned: bool
     options: CudaOptions
     c: Layout
     stages: dict[Node, Stage]
@@ -89,7 +91,7 @@ class Products(Values):
     def right(self, k: int, n: int) -> Layout:
         """The layout of a right operand with depth k and columns n."""
         axes = self.axes.axes
-        shared = self.column_warps if n == self.n else 1
+        shared = self.column_warps if n in self.shared_axes else 1
         dims = {k: column_dim(axes[k], 16), n: right_dim(axes[n], shared)}
         return Layout(f"right {k} {n}", dims, (k, n))
 
@@ -103,7 +105,7 @@ class Products(Values):
             ("b", True): ("((lane >> 3) & 1) * 8 + (lane & 7)", "(lane >> 4)"),
             ("b", False): ("(lane >> 4) * 8 + (lane & 7)", "((lane >> 3) & 1)"),
         }[side, self.crossed(stage, side)]
-        inner = f"{chunk} * 16" if stage.stride else f"(({chunk} ^ lane) & 7) * 16"
+        inner = ""
         if side == "a" and self.row_warps > 1:
             first = f"warp_row * {self.tiles * 16}"
             if self.wide:
@@ -112,15 +114,17 @@ class Products(Values):
                 rows += f" + {first}"
             else:
                 inner += f" + ({first}) * 2"
-        if side == "b" and self.column_warps > 1 and self.n in (stage.rows, stage.inner):
-            part = self.axes.axes[self.n].extent // self.column_warps
-            if stage.rows == self.n:
-                rows += f" + warp_column * {part}"
-            else:
-                inner += f" + warp_column * {part * 2}"
+        if side == "b" and stage.rows in self.shared_axes:
+            rows += f" + warp_column * {self.axes.axes[stage.rows].extent // self.column_warps}"
+        elif side == "b" and stage.inner in self.shared_axes and stage.stride:
+            part = self.axes.axes[stage.inner].extent // self.column_warps
+            inner += f" + warp_column * {part * 2}"
+        low = "lane"
         if side == "a" and stage.rows == self.m and self.clamped:
             rows = f"min({rows}, {stage.height - 1})"  # rows that are not there repeat the last
-        return f"{self.home(stage)} + ({rows}) * {stage.stride or LINE} + {inner}"
+            low = f"({rows})"
+        chunks = f"{chunk} * 16" if stage.stride else f"(({chunk} ^ {low}) & 7) * 16"
+        return f"{self.home(stage)} + ({rows}) * {stage.stride or LINE} + ({chunks}){inner}"
 
     def home(self, stage: Stage) -> str:
         """The shared address of a staged tile."""
@@ -139,6 +143,9 @@ class Products(Values):
         down, along = (deep, wide) if self.crossed(stage, side) else (wide, deep)
         if stage.stride:
             return f"{at} + ({down}) * {16 * stage.stride} + ({along}) * 32"
+        if side == "b" and stage.inner in self.shared_axes:
+            part = self.axes.axes[stage.inner].extent // self.column_warps
+            along = f"(warp_column * {part // 16} + {along})"
         block = stage.height * LINE
         return f"({at} ^ (({along}) % 4 * 32)) + ({along}) / 4 * {block} + ({down}) * {16 * LINE}"
 

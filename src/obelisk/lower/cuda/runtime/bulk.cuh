@@ -24,18 +24,19 @@ OB_DEVICE void ob_barrier_wait(unsigned at, unsigned parity) {
       "r"(parity)
       : "memory");
 }
-OB_DEVICE void ob_bulk_copy(unsigned to, const void *from, unsigned bytes, unsigned barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
+
+// How the copy engine sees a matrix; made by the host, a kernel argument.
+struct alignas(64) ob_map { char bytes[128]; };
+
+OB_DEVICE void ob_map_fetch(const ob_map &map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// The rows of a whole tile, dealt to the lanes of a warp. STRIDE bytes between rows in shared memory.
-template <int ROWS, int COLUMNS, int STRIDE, class T>
-OB_DEVICE void ob_bulk_tile(unsigned to, const T *from, long long stride, unsigned barrier, int lane) {
-#pragma unroll
-  for (int i = 0; i < (ROWS + 31) / 32; i++) {
-    const int row = i * 32 + lane;
-    if (ROWS % 32 == 0 || row < ROWS) ob_bulk_copy(to + row * STRIDE, from + row * stride, COLUMNS * 2, barrier);
-  }
+// One box of a matrix, from the element in this column and row on, to rows of 128 bytes with swizzled
+// chunks (ob_place with STRIDE 0).
+OB_DEVICE void ob_bulk_box(unsigned to, const ob_map &map, int column, int row, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
 }

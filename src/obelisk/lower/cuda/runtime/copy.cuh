@@ -2,6 +2,9 @@
 
 OB_DEVICE unsigned ob_shared(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
 
+// The first whole group of eight lines of 128 bytes at or behind `p`.
+OB_DEVICE char *ob_line(char *p) { return p + (-ob_shared(p) & 1023); }
+
 // 16 bytes, of which the first `valid` are read and the rest is zero.
 OB_DEVICE void ob_copy16(unsigned to, const void *from, int valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)

@@ -2,9 +2,6 @@
 // result lie in registers as mma's do, 16 rows a warp; the right operand lies in shared memory in
 // blocks of 64 columns whose rows are 128 bytes with swizzled chunks (ob_place).
 
-// The first whole group of eight lines of 128 bytes at or behind `p`.
-OB_DEVICE char *ob_line(char *p) { return p + (-ob_shared(p) & 1023); }
-
 // How the hardware finds a right operand: its address (of which bits 4 to 17 count), 1024 bytes
 // between groups of eight rows, chunks swizzled within 128 bytes.
 OB_DEVICE unsigned long long ob_operand(unsigned at) {
