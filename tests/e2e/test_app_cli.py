@@ -45,8 +45,8 @@ CANDIDATE = {
 REPORT = {
     "choice", "notes", "schema", "program", "digest", "device", "chosen", "baselines",
     "candidates", "search",
-    "cached", "interrupted", "seed", "budget_seconds", "seconds", "stages", "failures", "spread_us",
-    "unavailable", "environment",
+    "cached", "interrupted", "floor_us", "seed", "budget_seconds", "seconds", "stages", "failures",
+    "spread_us", "unavailable", "environment",
 }  # fmt: skip
 
 
@@ -158,7 +158,15 @@ def test_show(
     assert main(["show", str(mugraphs / "lora.json"), "--index", "2"]) == 0
     assert capsys.readouterr().out.count("graph ") == 1
     assert main(["show", f"{model}:small", "--lowered"]) == 0
+    shown = capsys.readouterr().out
+    assert "tile program" in shown
+    assert "obelisk_run" not in shown
+    assert main(["show", f"{model}:small", "--code", "--no-unrolling"]) == 0
     assert "obelisk_run" in capsys.readouterr().out
+    assert main(["show", "gqa", "--lowered", "--code", "--target", "sm_80", "--no-fusion"]) == 0
+    shown = capsys.readouterr().out
+    assert "CUDA module" in shown
+    assert "__global__" in shown
     assert main(["show", str(mugraphs / "lora.json"), "--svg", str(svg)]) == 2
     assert "choose one with --index" in capsys.readouterr().err
 

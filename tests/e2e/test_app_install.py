@@ -45,7 +45,7 @@ METHODS = {
 ARGUMENTS = {
     "optimize": [
         "program", "device", "budget", "seed", "cache", "verify_level", "baselines", "threads",
-        "progress",
+        "without", "progress",
     ],
     "jit": ["builder", "dims", "options"],
     "optimize_family": ["family", "size", "budget", "seed", "cache", "threads", "progress"],
