@@ -240,7 +240,7 @@ def test_faults_of_ours_ask_for_a_report(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("inside")
 
-    monkeypatch.setattr(cli, "load_program", broken)
+    monkeypatch.setattr(cli, "load_for", broken)
     assert main(["optimize", "gqa"]) == 3
     err = capsys.readouterr().err
     assert "Traceback" in err
