@@ -174,6 +174,32 @@ def test_rows_and_residual(bodies: Bodies, bias: bool) -> None:
     assert np.array_equal(stream[:, 32:], before[:, 32:])
 
 
+@pytest.mark.parametrize("case", ["wide", "zeros", "nan", "inf"])
+def test_products_of_inputs_of_any_range(bodies: Bodies, case: str) -> None:
+    """Magnitudes over 16 decades: the error is 2e-7 of the largest input times the row's weights;
+    zeros give zeros; what is not finite does not vanish.
+    """
+    s, b = bodies.s, bodies
+    x, w = b.normal(3, 50), b.normal(32, 50)
+    x *= (10.0 ** b.rng.uniform(-8, 8, x.shape)).astype(np.float32)
+    x[1] = x[1] * 0 if case == "zeros" else x[1]
+    if case in ("nan", "inf"):
+        x[1, 3] = float(case)
+    packed, scale, zero, means = b.packed(w)
+    chunks = -(-50 // (s.lanes * (WORD if s.work.weights is WeightFormat.W4A16 else 1)))
+    out = np.zeros((3, 32), np.float32)
+    h = b.padded(x, s.hidden_padded)
+    b.call("t_rows", packed, scale, zero, None, 0, 32, chunks, h, s.hidden_padded, out, 32)
+    if case in ("nan", "inf"):
+        assert not np.isfinite(out[1]).any()
+        x, out = x[[0, 2]], out[[0, 2]]
+    want = x.astype(np.float64) @ means.astype(np.float64).T
+    bound = np.abs(x).max(1, keepdims=True) * np.abs(means).sum(1)
+    assert (np.abs(out - want) <= 2e-7 * bound).all()
+    if case == "zeros":
+        assert (out[1] == 0).all()
+
+
 def test_gate_and_up(bodies: Bodies) -> None:
     """silu(gate) * up with biases, the last short panel, and zeros behind it."""
     s, b = bodies.s, bodies

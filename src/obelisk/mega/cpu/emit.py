@@ -330,9 +330,16 @@ def _formats(form: WeightFormat) -> list[str]:
     """The products in use: of the layers' format, and of the embedding's and the head's."""
     out = [_text("words.h")] if form is WeightFormat.W4A16 else []
     plain = sorted({form, form.outer} - {WeightFormat.W4A16})
-    out += [f"OM_PRODUCT({f.value}, {int(f is WeightFormat.INT8)})" for f in plain]
-    names = (("product", form), ("outer_product", form.outer), ("outer_row", form.outer))
-    return [*out, *(f"#define om_{n} om_{n.removeprefix('outer_')}_{f.value}" for n, f in names)]
+    for f in plain:
+        text = f"OM_PRODUCT({f.value}, {int(f is WeightFormat.INT8)})"
+        if f is WeightFormat.INT8:
+            bytes_too = "#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && OB_LANES == 16"
+            text = "\n".join((bytes_too, _text("digits.h") + "#else", text, "#endif"))
+        out.append(text)
+    for prefix, f in (("", form), ("outer_", form.outer)):
+        out += [f"#define om_{prefix}{n} om_{n}_{f.value}" for n in ("product", "enter", "row")]
+        out.append(f"#define OM_{prefix.upper()}ROOM OM_ROOM_{f.value}")
+    return out
 
 
 def emit_cpu(schedule: Schedule, weights: WeightLayout) -> Emitted:

@@ -1,4 +1,10 @@
 /* Bodies of the tasks. Each is compared with its meaning (tasks/meanings.py) in the tests. */
+
+/* Declares `in`, the input rows of a product. */
+#define OM_INPUT(ENTER, ROOM, X, STRIDE, CHUNKS)                                                              \
+  _Alignas(64) char om_room[(ROOM) * (CHUNKS) + OM_BATCH * 48 * !!(ROOM) + 1];                                \
+  const om_input in = ENTER(X, STRIDE, CHUNKS, om_room)
+
 static __attribute__((noinline, unused)) void om_embed(om_matrix m, const float *tokens, float *x) {
   const int32_t *token = (const int32_t *)tokens;
   for (int b = 0; b < OM_BATCH; b++) {
@@ -26,25 +32,31 @@ static __attribute__((noinline, unused)) void om_norm(const float *x, const floa
 }
 
 /* to[b][row] = sums + bias, rows lo..hi. */
-static __attribute__((noinline, unused)) void om_rows(om_matrix m, const float *bias,
-                                                      long lo, long hi, long chunks, const float *x, long stride,
-                                                      float *to, long to_stride) {
+OB_INLINE void om_rows_of(om_matrix m, const float *bias, long lo, long hi, long chunks, const om_input *in, float *to,
+                          long to_stride) {
   for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
     om_sums y;
-    om_product(m, p, chunks, x, stride, y);
+    om_product(m, p, chunks, in, y);
     for (int b = 0; b < OM_BATCH; b++)
       for (int r = 0; r < OM_PANEL; r++)
         to[b * to_stride + p * OM_PANEL + r] = y[b][r] + (bias ? bias[p * OM_PANEL + r] : 0.0f);
   }
 }
 
+static __attribute__((noinline, unused)) void om_rows(om_matrix m, const float *bias, long lo, long hi, long chunks,
+                                                      const float *x, long stride, float *to, long to_stride) {
+  OM_INPUT(om_enter, OM_ROOM, x, stride, chunks);
+  om_rows_of(m, bias, lo, hi, chunks, &in, to, to_stride);
+}
+
 /* x[b][row] += sums + bias. */
 static __attribute__((noinline, unused)) void om_residual(om_matrix m, const float *bias,
-                                                          long lo, long hi, long chunks, const float *in,
+                                                          long lo, long hi, long chunks, const float *from,
                                                           long stride, float *x) {
+  OM_INPUT(om_enter, OM_ROOM, from, stride, chunks);
   for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
     om_sums y;
-    om_product(m, p, chunks, in, stride, y);
+    om_product(m, p, chunks, &in, y);
     for (int b = 0; b < OM_BATCH; b++)
       for (int r = 0; r < OM_PANEL; r++)
         x[b * OM_X_STRIDE + p * OM_PANEL + r] += y[b][r] + (bias ? bias[p * OM_PANEL + r] : 0.0f);
@@ -54,10 +66,11 @@ static __attribute__((noinline, unused)) void om_residual(om_matrix m, const flo
 /* act[b][row] = silu(gate) * up; the panels of gate and up take turns. */
 static __attribute__((noinline, unused)) void om_up(om_matrix m, const float *bias, long lo,
                                                     long hi, const float *h, float *act) {
+  OM_INPUT(om_enter, OM_ROOM, h, OM_X_STRIDE, OM_HIDDEN_CHUNKS);
   for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
     om_sums g, u;
-    om_product(m, 2 * p, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, g);
-    om_product(m, 2 * p + 1, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE, u);
+    om_product(m, 2 * p, OM_HIDDEN_CHUNKS, &in, g);
+    om_product(m, 2 * p + 1, OM_HIDDEN_CHUNKS, &in, u);
     for (int b = 0; b < OM_BATCH; b++) {
       float gate[OM_PANEL + OB_LANES] = {0}, y[OM_PANEL + OB_LANES];
       for (int r = 0; r < OM_PANEL; r++) gate[r] = g[b][r] + (bias ? bias[2 * p * OM_PANEL + r] : 0.0f);
@@ -116,24 +129,38 @@ static __attribute__((noinline, unused)) void om_rope(om_state *s, long layer, l
 static __attribute__((noinline, unused)) void om_qkv(om_state *s, long layer, long lo, long hi, om_matrix m,
                                                      const float *bias, const float *h,
                                                      const float *q_gain, const float *k_gain, float *q) {
+  OM_INPUT(om_enter, OM_ROOM, h, OM_X_STRIDE, OM_HIDDEN_CHUNKS);
   for (long g = lo; g < hi; g++) {
     float raw[OM_BATCH][OM_GROUP_ROWS];
-    om_rows(m, bias, g * OM_GROUP_ROWS, (g + 1) * OM_GROUP_ROWS, OM_HIDDEN_CHUNKS, h, OM_X_STRIDE,
-            &raw[0][0] - g * OM_GROUP_ROWS, OM_GROUP_ROWS);
+    om_rows_of(m, bias, g * OM_GROUP_ROWS, (g + 1) * OM_GROUP_ROWS, OM_HIDDEN_CHUNKS, &in,
+               &raw[0][0] - g * OM_GROUP_ROWS, OM_GROUP_ROWS);
     om_rope(s, layer, g, g + 1, &raw[0][0], OM_GROUP_ROWS, q_gain, k_gain, q);
   }
 }
 
 #define OM_BLOCK 64 /* positions whose scores are kept at a time */
-#define OM_WIDE (OM_HEAD_DIM >= 8 * OB_LANES ? 8 * OB_LANES : 2 * OB_LANES) /* columns of values summed at a time */
+/* Query heads that share what is loaded of a key or a value, and columns of values summed at a time: as many sums as
+ * keep the multipliers busy, and no more than there are registers. */
+#define OM_HEADS (OM_GROUP % 4 == 0 && OB_LANES == 16 ? 4 : OM_GROUP % 3 == 0 ? 3 : OM_GROUP % 2 == 0 ? 2 : 1)
+#define OM_VECTORS (OM_HEADS > 2 ? (OB_LANES == 16 ? 4 : 2) : 4)
+#define OM_WIDE ((OM_HEAD_DIM >= OM_VECTORS * OB_LANES ? OM_VECTORS : OM_HEAD_DIM >= 2 * OB_LANES ? 2 : 1) * OB_LANES)
+
+OB_INLINE float om_most(vf v) {
+  float x[OB_LANES];
+  memcpy(x, &v, sizeof v);
+  for (int h = OB_LANES / 2; h; h /= 2)
+    for (int l = 0; l < h; l++) x[l] = x[l] > x[l + h] ? x[l] : x[l + h];
+  return x[0];
+}
 
 /* Online softmax over positions from..to of one group; sums of weighted values, maxima, sums of weights. */
 static __attribute__((noinline, unused)) void om_piece(const float *q, const float *k, const float *v, long from,
                                                        long to, float (*out)[OM_HEAD_DIM], float *peak, float *mass) {
+  float scaled[OM_GROUP][OM_HEAD_DIM];
   for (int g = 0; g < OM_GROUP; g++) {
     peak[g] = -__builtin_inff();
     mass[g] = 0.0f;
-    for (int i = 0; i < OM_HEAD_DIM; i++) out[g][i] = 0.0f;
+    for (int i = 0; i < OM_HEAD_DIM; i++) out[g][i] = 0.0f, scaled[g][i] = q[g * OM_HEAD_DIM + i] * OM_SCALE;
   }
   for (long start = from; start < to; start += OM_BLOCK) {
     const int n = (int)(to - start < OM_BLOCK ? to - start : OM_BLOCK);
@@ -142,48 +169,59 @@ static __attribute__((noinline, unused)) void om_piece(const float *q, const flo
       const float *kr[4]; /* the last positions of a piece stand in for those behind it */
       for (int c = 0; c < 4; c++) {
         kr[c] = k + (start + (j + c < n ? j + c : n - 1)) * OM_HEAD_DIM;
-        for (int i = 0; i < OM_HEAD_DIM; i += 16) { /* keys to come, and the values of this block */
+        for (int i = 0; OM_PREFETCH && i < OM_HEAD_DIM; i += 16) { /* keys to come, and the values of this block */
           __builtin_prefetch(kr[c] + OM_AHEAD / 4 + i);
           __builtin_prefetch(v + (kr[c] - k) + i);
         }
       }
-      for (int g = 0; g < OM_GROUP; g++) {
-        const float *qg = q + g * OM_HEAD_DIM;
-        vf sum[4] = {{0}};
+      for (int g = 0; g < OM_GROUP; g += OM_HEADS) {
+        vf sum[OM_HEADS][4] = {{{0}}};
         int i = 0;
         for (; i + OB_LANES <= OM_HEAD_DIM; i += OB_LANES)
-          for (int c = 0; c < 4; c++) sum[c] += om_get(qg + i) * om_get(kr[c] + i);
-        om_fold(sum, 4, p[g] + j);
-        for (int c = 0; c < 4; c++) {
-          for (int r = i; r < OM_HEAD_DIM; r++) p[g][j + c] += qg[r] * kr[c][r];
-          p[g][j + c] *= OM_SCALE;
+          for (int c = 0; c < 4; c++) {
+            const vf key = om_get(kr[c] + i);
+            for (int h = 0; h < OM_HEADS; h++) sum[h][c] += om_get(scaled[g + h] + i) * key;
+          }
+        for (int h = 0; h < OM_HEADS; h++) {
+          om_fold(sum[h], 4, p[g + h] + j);
+          for (int c = 0; c < 4 && i < OM_HEAD_DIM; c++)
+            for (int r = i; r < OM_HEAD_DIM; r++) p[g + h][j + c] += scaled[g + h][r] * kr[c][r];
         }
       }
     }
     for (int g = 0; g < OM_GROUP; g++) {
-      float top = peak[g];
-      for (int j = 0; j < n; j++) top = p[g][j] > top ? p[g][j] : top;
-      for (int j = n; j < OM_BLOCK; j++) p[g][j] = top;
+      for (int j = n; j < OM_BLOCK; j++) p[g][j] = p[g][0];
+      vf most = ob_splat_f(peak[g]), sum = {0};
+      for (int j = 0; j < OM_BLOCK; j += OB_LANES) {
+        const vf s = om_get(p[g] + j);
+        most = ob_sel_f(s > most, s, most);
+      }
+      const float top = om_most(most);
       for (int j = 0; j < OM_BLOCK; j += OB_LANES) om_put(p[g] + j, ob_exp_f(om_get(p[g] + j) - ob_splat_f(top)));
+      for (int j = n; j < OM_BLOCK; j++) p[g][j] = 0.0f;
+      for (int j = 0; j < OM_BLOCK; j += OB_LANES) sum += om_get(p[g] + j);
       const float f = mass[g] > 0.0f ? __builtin_expf(peak[g] - top) : 0.0f;
-      float sum = 0.0f;
-      for (int j = 0; j < n; j++) sum += p[g][j];
-      mass[g] = mass[g] * f + sum;
+      mass[g] = mass[g] * f + ob_hsum_f(sum);
       peak[g] = top;
       for (int i = 0; i < OM_HEAD_DIM; i++) out[g][i] *= f;
     }
-    for (int g = 0; g < OM_GROUP; g++) {
+    for (int g = 0; g < OM_GROUP; g += OM_HEADS) {
       int i = 0;
       for (; i + OM_WIDE <= OM_HEAD_DIM; i += OM_WIDE) {
-        vf sum[OM_WIDE / OB_LANES];
-        for (int c = 0; c < OM_WIDE / OB_LANES; c++) sum[c] = om_get(out[g] + i + c * OB_LANES);
+        vf sum[OM_HEADS][OM_WIDE / OB_LANES];
+        for (int h = 0; h < OM_HEADS; h++)
+          for (int c = 0; c < OM_WIDE / OB_LANES; c++) sum[h][c] = om_get(out[g + h] + i + c * OB_LANES);
         for (int j = 0; j < n; j++)
-          for (int c = 0; c < OM_WIDE / OB_LANES; c++)
-            sum[c] += ob_splat_f(p[g][j]) * om_get(v + (start + j) * OM_HEAD_DIM + i + c * OB_LANES);
-        for (int c = 0; c < OM_WIDE / OB_LANES; c++) om_put(out[g] + i + c * OB_LANES, sum[c]);
+          for (int c = 0; c < OM_WIDE / OB_LANES; c++) {
+            const vf value = om_get(v + (start + j) * OM_HEAD_DIM + i + c * OB_LANES);
+            for (int h = 0; h < OM_HEADS; h++) sum[h][c] += ob_splat_f(p[g + h][j]) * value;
+          }
+        for (int h = 0; h < OM_HEADS; h++)
+          for (int c = 0; c < OM_WIDE / OB_LANES; c++) om_put(out[g + h] + i + c * OB_LANES, sum[h][c]);
       }
-      for (int j = 0; j < n && i < OM_HEAD_DIM; j++)
-        for (int r = i; r < OM_HEAD_DIM; r++) out[g][r] += p[g][j] * v[(start + j) * OM_HEAD_DIM + r];
+      for (int h = 0; h < OM_HEADS; h++)
+        for (int j = 0; j < n && i < OM_HEAD_DIM; j++)
+          for (int r = i; r < OM_HEAD_DIM; r++) out[g + h][r] += p[g + h][j] * v[(start + j) * OM_HEAD_DIM + r];
     }
   }
 }
@@ -247,12 +285,13 @@ static __attribute__((noinline, unused)) void om_head(om_state *s, om_matrix m, 
                                                       long hi, long tile, const float *h, float *logits,
                                                       float *best) {
   if (!s->need_head) return;
+  OM_INPUT(om_outer_enter, OM_OUTER_ROOM, h, OM_X_STRIDE, OM_OUTER_CHUNKS);
   float top[OM_BATCH];
   int32_t id[OM_BATCH];
   for (int b = 0; b < OM_BATCH; b++) top[b] = -__builtin_inff(), id[b] = (int32_t)lo;
   for (long p = lo / OM_PANEL; p * OM_PANEL < hi; p++) {
     om_sums y;
-    om_outer_product(m, p, OM_OUTER_CHUNKS, h, OM_X_STRIDE, y);
+    om_outer_product(m, p, OM_OUTER_CHUNKS, &in, y);
     for (int b = 0; b < OM_BATCH; b++)
       for (int r = 0; r < OM_PANEL; r++) {
         const long row = p * OM_PANEL + r;

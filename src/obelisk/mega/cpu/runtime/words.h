@@ -62,7 +62,7 @@ OB_INLINE void om_scales(const om_t_fp16 *from, float *to) {
     int runs = 0;                                                                                             \
     const long last = chunks * 8 - 1;                                                                         \
     for (long k = 0; k < chunks; k++, w += OM_PANEL * OB_LANES) {                                             \
-      for (int at = 0; at < OM_PANEL * OB_LANES * 4; at += 64)                                                \
+      for (int at = 0; OM_PREFETCH && at < OM_PANEL * OB_LANES * 4; at += 64)                                 \
         __builtin_prefetch((const char *)w + OM_AHEAD + at);                                                  \
       OM_NIBBLE(NB, 0); OM_NIBBLE(NB, 1); OM_NIBBLE(NB, 2); OM_NIBBLE(NB, 3);                                 \
       OM_NIBBLE(NB, 4); OM_NIBBLE(NB, 5); OM_NIBBLE(NB, 6); OM_NIBBLE(NB, 7);                                 \
@@ -72,8 +72,12 @@ OB_INLINE void om_scales(const om_t_fp16 *from, float *to) {
 OM_WORDS_CASE(1)
 OM_WORDS_CASE(2)
 
+OM_PLAIN_INPUT(w4a16)
+
 /* Sums of panel number `p`; `chunks` of OM_WORD_COLS columns. */
-OB_INLINE void om_product_w4a16(om_matrix m, long p, long chunks, const float *x, long stride, om_sums out) {
+OB_INLINE void om_product_w4a16(om_matrix m, long p, long chunks, const om_input *in, om_sums out) {
+  const float *x = in->x;
+  const long stride = in->stride;
   const uint32_t *w = (const uint32_t *)m.w + p * chunks * OM_PANEL * OB_LANES;
   const long groups = (chunks * OM_WORD_COLS + OM_GROUP_COLS - 1) / OM_GROUP_COLS;
   const om_t_fp16 *scale = (const om_t_fp16 *)m.scale + p * groups * OM_PANEL;
