@@ -208,6 +208,6 @@ def variants(graph: Graph, machine: Machine) -> list[TritonOptions]:
     options = [DEFAULT]
     options += [TritonOptions(warps=w) for w in (4, 8) if {w} != chosen]
     if any(k.stages > 1 for k in module.kernels):
-        options += [TritonOptions(stages=s) for s in (2, 3)]
+        options += [TritonOptions(stages=s) for s in (2, 6)]
         options += [TritonOptions(warps=8, stages=3)]
     return options

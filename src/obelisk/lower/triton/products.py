@@ -81,7 +81,9 @@ class Products(Moves):
             view, dims = self.views[x], list(self.dims(x))
             limit = dims[depth].limit
             dims[depth] = Dim(DEPTH_STEP, DEPTH_STEP, f"{limit} - {step}" if limit else "")
-            value = self.load(view, dims, phase, further=f"{step} * {view.strides[depth]}")
+            stride = view.strides[depth]
+            further = step if stride == 1 else f"{step} * {stride}"
+            value = self.load(view, dims, phase, further=further)
             self.streamed += int(prod(self.pads(dims, value.dims)) * kind.nbytes)
             texts.append(value.text)
         inside = [*self.text.lines[phase], f"{total} = ob_dot({', '.join(texts)}, {total})"]
