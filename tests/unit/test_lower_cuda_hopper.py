@@ -11,7 +11,7 @@ from tests.cuda_graphs import attention, experts, gated, norm_matmul
 
 from obelisk.lower.cuda import CudaOptions, Place, TensorMap, describe, lower_cuda
 from obelisk.lower.cuda.fragment import Fragments
-from obelisk.lower.cuda.kernel import planned
+from obelisk.lower.cuda.kernel import cluster_waves, planned
 from obelisk.lower.cuda.module import scaled, scheduled
 from obelisk.lower.schedule import flatten
 from obelisk.machine import find
@@ -94,6 +94,25 @@ def test_parts_lie_behind_tiles_and_what_the_groups_exchange(graph) -> None:  # 
         assert at % 16 == 0
         end = at + size
     assert end <= kernel.shared <= H200.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "waves"), [(132, 2, 1), (134, 2, 2), (120, 4, 1), (120, 8, 1), (128, 8, 2)]
+)
+def test_clusters_of_four_and_eight_cannot_use_every_sm(blocks: int, size: int, waves: int) -> None:
+    assert cluster_waves(blocks, size, H200) == waves
+
+
+def test_clusters_that_would_wait_for_others_are_not_made() -> None:
+    """128 blocks in clusters of 8: two blocks an SM where their tiles allow it, else a counter."""
+    graph = attention(4, 256, 2048, 64, row_tile=64, split=8, key_tile=64)
+    (kernel,) = lower_cuda(graph, H200, CudaOptions(groups=2)).kernels
+    assert kernel.blocks == 128
+    assert kernel.cluster == 8
+    assert 2 * (kernel.shared + 1024) <= H200.shared_per_core
+    big = lower_cuda(graph, H200, CudaOptions(groups=4))  # 512 threads, one block an SM
+    assert big.kernels[0].cluster == 1
+    assert big.counters == 16
 
 
 def test_the_split_axis_may_stand_anywhere_in_the_grid() -> None:

@@ -42,7 +42,7 @@ def test_text_is_the_same_every_time(name: str) -> None:
 
 def test_the_last_block_combines_with_a_counter_a_tile() -> None:
     graph = attention(2, 64, 512, 64, row_tile=32, split=4, key_tile=64)
-    module = lower_cuda(graph, H200)
+    module = lower_cuda(graph, H200, CudaOptions(clusters=False))
     (launch,) = module.launches
     assert module.counters == 4  # two heads, two row tiles
     assert [p.place for p in launch.arguments].count(Place.COUNTER) == 1
@@ -54,8 +54,9 @@ def test_the_last_block_combines_with_a_counter_a_tile() -> None:
 
 def test_clusters_only_where_the_device_has_them() -> None:
     graph = attention(2, 64, 512, 64, row_tile=32, split=4, key_tile=64)
-    assert lower_cuda(graph, H200, CudaOptions(clusters=True)).kernels[0].cluster == 4
-    assert lower_cuda(graph, A100, CudaOptions(clusters=True)).kernels[0].cluster == 1
+    assert lower_cuda(graph, H200).kernels[0].cluster == 4
+    assert lower_cuda(graph, A100).kernels[0].cluster == 1
+    assert lower_cuda(graph, H200, CudaOptions(clusters=False)).kernels[0].cluster == 1
 
 
 def test_a_cpu_machine_is_refused_by_name() -> None:

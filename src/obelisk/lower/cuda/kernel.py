@@ -8,7 +8,7 @@ combining, or the blocks of a split are a cluster, keep their parts in shared me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph
@@ -24,6 +24,7 @@ from obelisk.lower.schedule import Operand
 from obelisk.machine.description import Feature, Machine
 
 MOST_CLUSTER = 8  # blocks of a cluster on every device that has clusters
+CLUSTER_SHARE = (10, 11)  # of the SMs can hold blocks of clusters of 4 or 8 (measured: 120 of 132)
 HEADERS = ("scalar.cuh", "copy.cuh", "mma.cuh", "fold.cuh", "barrier.cuh")
 
 
@@ -90,13 +91,25 @@ def planned(
     ending = cluster_ending(block, last, machine, options) if last is not None else None
     if ending is not None and last is not None:
         places = [j for j in last.places if j is not None]
+        waves = cluster_waves(block.blocks, block.grid[ending.split], machine)
+        closer = replace(
+            options, resident=max(options.resident, waves) if waves > 1 else options.resident
+        )
         try:
-            work = Fragments(block, params, results, machine, options, (ending, places))
+            work = Fragments(block, params, results, machine, closer, (ending, places))
         except Infeasible:  # no room for the parts
             return Fragments(block, params, results, machine, options), None
-        if work.looped:
+        if work.looped and work.resident >= waves:
             return work, ending
     return Fragments(block, params, results, machine, options), None
+
+
+def cluster_waves(blocks: int, size: int, machine: Machine) -> int:
+    """Blocks that an SM must hold at a time so that all clusters run at once. Clusters larger than
+    two leave SMs of some processor groups free; those that start late cost a whole pass (LOG.md).
+    """
+    usable = machine.cores if size <= 2 else machine.cores * CLUSTER_SHARE[0] // CLUSTER_SHARE[1]
+    return -(-(blocks // size) // max(1, usable // size))
 
 
 def counted(

@@ -190,7 +190,7 @@ def scaled(graph: Graph, options: CudaOptions) -> Graph:
         )
         if block.loop == 1 or not any(n.op is Op.MATMUL for n in flatten(block).body):
             continue
-        scale = options.loop_scale or max(1, longest // LOOP_TILE)
+        scale = options.loop_scale or max(1, longest // (options.loop_tile or LOOP_TILE))
         while scale > 1 and longest % scale:
             scale -= 1
         if scale > 1:
@@ -251,25 +251,33 @@ def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
     """The lowering choices worth racing for a graph on this machine, the default first.
 
     Tall products have warps to spread over rows; flat ones are bound by the memory they read, and
-    differ in how many tiles are in flight and how warps share them.
+    differ in how many tiles are in flight and how warps share them. What a device does not have is
+    not listed: such options lower to the same text as those without.
     """
     rows = product_rows(graph)
     if rows == 0:
         return [DEFAULT]
-    options = [DEFAULT, CudaOptions(stages=2)]
+    has = machine.features
+    if rows >= 64 and Feature.WGMMA in has:
+        made = [CudaOptions(groups=n, loop_tile=t) for t in (0, 128) for n in (2, 4, 3, 1)]
+        made += [CudaOptions(groups=n, clusters=False) for n in (4, 2)]
+        made += [CudaOptions(groups=n, bulk=True) for n in (2, 4)]
+        made += [CudaOptions(groups=2, wgmma=False), CudaOptions(groups=2, resident=2)]
+        return [DEFAULT, *made]
+    made = [CudaOptions(stages=2)]
     if rows > 16:
-        options += [CudaOptions(row_warps=8)]
-        options += [CudaOptions(row_warps=8, groups=n) for n in (8, 4, 3, 2)]
-    else:
-        options += [CudaOptions(groups=n) for n in (2, 4)]
-        options += [CudaOptions(column_warps=n) for n in (2, 4)]
-        options += [
-            CudaOptions(groups=4, column_warps=4),
-            CudaOptions(column_warps=4, stages=3),
-            CudaOptions(resident=2),
-            CudaOptions(column_warps=4, resident=2),
-            CudaOptions(groups=4, column_warps=2, resident=2),
-        ]
-    if Feature.CLUSTERS in machine.features:
-        options.append(CudaOptions(clusters=True))
-    return options
+        made += [CudaOptions(row_warps=8)]
+        made += [CudaOptions(row_warps=8, groups=n) for n in (8, 4, 3, 2)]
+        made += [CudaOptions(groups=n) for n in (4, 8)]
+        made += [CudaOptions(groups=4, clusters=False)] if Feature.CLUSTERS in has else []
+        return [DEFAULT, *made]
+    shares = [(g, c, r) for r in (0, 2) for g, c in ((4, 2), (2, 4), (1, 8), (4, 1), (8, 1))]
+    made += [CudaOptions(groups=g, column_warps=c, resident=r) for g, c, r in shares]
+    made += [CudaOptions(column_warps=n) for n in (2, 4)]
+    made += [CudaOptions(groups=4, column_warps=4), CudaOptions(column_warps=4, stages=3)]
+    if Feature.BULK_COPY in has:
+        bulk = [(4, 2, 0), (2, 4, 0), (4, 2, 2), (2, 4, 2), (1, 4, 0), (1, 4, 2)]
+        made += [CudaOptions(groups=g, column_warps=c, resident=r, bulk=True) for g, c, r in bulk]
+    if Feature.CLUSTERS in has:
+        made += [CudaOptions(clusters=False), CudaOptions(groups=4, clusters=False)]
+    return [DEFAULT, *made]

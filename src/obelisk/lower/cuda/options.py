@@ -21,11 +21,12 @@ class CudaOptions:
         row_warps: warps of a group, which share the rows of its tiles (0: chosen).
         column_warps: warps of a group that share the columns of its results (0: chosen).
         stages: tiles in flight ahead of the arithmetic (0: as many as fit, at most 4).
+        loop_tile: elements along the loop that one stage of the pipeline holds (0: 64).
         loop_scale: iterations are cut into this many shorter ones before lowering (0: chosen).
         fuse_combine: the last block to finish combines the parts of a split fold, in the same
             kernel.
-        clusters: the blocks of a split fold are a cluster where the device has them, keep their
-            parts in shared memory, and share the combining.
+        clusters: the blocks of a split fold are a cluster where the device has them and holds all
+            of them at once; they send each other their shares and combine them there.
         wgmma: four warps make a product together where the device can and tiles allow it.
         share_scales: the scale of a row of a right operand is computed once by the threads of a
             group, not by each of its warps.
@@ -41,9 +42,10 @@ class CudaOptions:
     column_warps: int = 0
     stages: int = 0
     loop_scale: int = 0
+    loop_tile: int = 0
     fuse_combine: bool = True
     resident: int = 0
-    clusters: bool = False
+    clusters: bool = True
     wgmma: bool = True
     bulk: bool = False
     share_scales: bool = True
