@@ -4,15 +4,16 @@ rightly.
 
 from __future__ import annotations
 
+import json
 import time
 
 import numpy as np
 import pytest
 
-from obelisk.base.errors import Infeasible
+from obelisk.base.errors import Infeasible, ParseError
 from obelisk.ir import Graph, KernelGraph, random_inputs, run
 from obelisk.machine import find
-from obelisk.search import Budget, replan, search
+from obelisk.search import Budget, plan_plain, read_plan, replan, replan_one, search
 
 CPU = find("cpu")
 
@@ -66,3 +67,38 @@ def test_another_program_is_refused() -> None:
         replan(plan, attention(2, 64, 256), CPU)
     with pytest.raises(Infeasible, match="search again"):
         replan(plan, normed(1, 256), CPU)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_plans_have_a_form_where_an_extent_is_one(safe: bool) -> None:
+    """One key, one query, one head: the axes come from another size; all are right in float64."""
+    plans = [c.plan for c in search(attention(2, 64, 256, safe), CPU).candidates[1:7]]
+    made = 0
+    for batch, queries, keys in ((1, 32, 64), (2, 1, 64), (2, 32, 1)):
+        program = attention(batch, queries, keys, safe)
+        wide = attention(*(13 if n == 1 else n for n in (batch, queries, keys)), safe)
+        inputs = random_inputs(program, 1, 0.4)
+        want = run(program, inputs)[0]
+        for plan in plans:
+            assert plan is not None
+            found = replan_one(plan, wide, 13, program, CPU)
+            assert found.inputs == program.inputs
+            np.testing.assert_allclose(run(found, inputs)[0], want, rtol=1e-9, atol=1e-12)
+            made += 1
+    assert made == 3 * len(plans)
+
+
+def test_plans_survive_their_plain_form() -> None:
+    """As JSON and back: equal, and the same graph."""
+    for candidate in search(attention(2, 64, 256), CPU).candidates[1:]:
+        assert candidate.plan is not None
+        data = json.loads(json.dumps(plan_plain(candidate.plan)))
+        assert read_plan(data) == candidate.plan
+        program = attention(3, 32, 77)
+        assert replan(read_plan(data), program, CPU) == replan(candidate.plan, program, CPU)
+
+
+@pytest.mark.parametrize("wrong", [None, {}, {"pieces": [{"first": 0}]}, {"pieces": 3}])
+def test_what_is_no_plan_is_refused(wrong: object) -> None:
+    with pytest.raises(ParseError, match="not a plan"):
+        read_plan(wrong)
