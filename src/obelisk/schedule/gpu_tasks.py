@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from obelisk.schedule.gpu import GpuTiling, k_padded, tile_count
+from obelisk.schedule.gpu import GpuTiling, k_padded, tile_count, up_tiles
 from obelisk.tasks.config import ModelConfig
 from obelisk.tasks.kinds import Region
 from obelisk.tasks.workload import Workload
@@ -87,7 +87,7 @@ class GpuStep:
             GpuKind.QKV: tile_count(m.q_width + 2 * m.kv_width),
             GpuKind.ATTEND: self.batch * m.kv_heads * t.kv_pieces,
             GpuKind.O: tile_count(m.hidden) * t.o_split,
-            GpuKind.UP: tile_count(2 * m.ffn),
+            GpuKind.UP: up_tiles(m),
             GpuKind.DOWN: tile_count(m.hidden) * t.down_split,
             GpuKind.HEAD: tile_count(m.vocab),
         })  # fmt: skip

@@ -145,7 +145,7 @@ class _Builder:
 def make_ring(
     tasks: tuple[tuple[int, int], ...], stages: int, flight: int, warps: int
 ) -> Ring:  # fmt: skip
-    """Chunk n goes to slot n mod stages and is multiplied by warp n mod warps."""
+    """Chunk n goes to slot n mod stages; chunk i of a task is multiplied by warp i mod warps."""
     chunks = [
         Chunk(task, unit, part)
         for task, (units, parts) in enumerate(tasks)
@@ -159,7 +159,7 @@ def make_ring(
     at = 0
     for task, (units, parts) in enumerate(tasks):
         for k in range(at, at + units * parts):
-            programs[k % warps].append(Take(k % stages, chunks[k], k // stages + 1))
+            programs[(k - at) % warps].append(Take(k % stages, chunks[k], k // stages + 1))
         at += units * parts
         for program in programs:
             program.append(Join(task))

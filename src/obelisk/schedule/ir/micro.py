@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from xdsl.dialects.builtin import IntAttr, ModuleOp
 from xdsl.ir import Block, Operation, SSAValue
 
-from obelisk.schedule.gpu import K_BLOCK, GpuTiling
+from obelisk.schedule.gpu import K_BLOCK, TILE_ROWS, WEIGHT_BYTES, GpuTiling
 from obelisk.schedule.gpu_types import CONSUMER as CONSUMER_ROLE
 from obelisk.schedule.gpu_types import LOADER as LOADER_ROLE
 from obelisk.schedule.ir.dialects import (
@@ -44,6 +44,7 @@ FMA = (8, 12)  # of eight fused multiply-adds of a lane
 SHUFFLE = (2, 23)
 SPECIAL = (8, 22)
 EVENT = (1, 20)  # looking at, or arriving at, an mbarrier
+FRAGMENTS = TILE_ROWS * K_BLOCK * WEIGHT_BYTES // 512  # of 16 bytes a lane, in 32 columns of a tile
 ATTEND_AHEAD = 6  # positions of the context that a lane has under way
 
 
@@ -74,17 +75,18 @@ class _Pen:
 
 
 def _product(pen: _Pen, t: GpuTiling, special: bool) -> None:
-    """A chunk of a product: one warp, `chunk_cols` columns of 8 rows, 32 at a time."""
+    """A chunk of a product: one warp, `chunk_cols` columns of a tile's rows, 32 at a time."""
     (landed,) = pen.put(CopyOp, [], (t.chunk_bytes // 64, 700), event=True, role=LOADER_ROLE)
     (there,) = pen.put(WaitOp, [landed], EVENT, event=True)
     sums: SSAValue | None = None
     read: list[SSAValue] = []
     for _ in range(-(-t.chunk_cols // K_BLOCK)):
-        weights, done = pen.put(FragmentOp, [there], SHARED, registers=4, event=True)
         (inputs,) = pen.put(LoadOp, [], SHARED, registers=4)
-        read.append(done)
-        uses = [weights, inputs] + ([] if sums is None else [sums])
-        (sums,) = pen.put(MultiplyOp, uses, times(MMA, 2), registers=4)
+        for _ in range(FRAGMENTS):
+            weights, done = pen.put(FragmentOp, [there], SHARED, registers=4, event=True)
+            read.append(done)
+            uses = [weights, inputs] + ([] if sums is None else [sums])
+            (sums,) = pen.put(MultiplyOp, uses, MMA, registers=4)
     pen.put(ReleaseOp, read, EVENT)
     assert sums is not None
     (total,) = pen.put(ReduceOp, [sums], times(SHUFFLE, 2), registers=2)
@@ -191,3 +193,25 @@ def order(module: ModuleOp, registers: int) -> None:
         sorted_ops = [ops[i] for i in found.order]
         block.add_ops(sorted_ops)
         phase.properties["order"] = numbers([_span(ops, found), found.registers, ahead(sorted_ops)])
+
+
+PARALLEL = {"shared": 1, "math": 4, "shuffle": 4, "special": 4, "sync": 4, "memory": 1, "copy": 1}
+
+
+def chunk_cycles(phase: PhaseOp, warps: int) -> float:
+    """Cycles in which an SM's consumers get through one chunk when all warps are at work: the
+    busiest unit (each SM has one path to shared memory, and four of the others), or a warp's own
+    chain divided by the warps that overlap.
+    """
+    taken: dict[str, int] = {}
+    for op in micro_operations(phase):
+        if op.role.data == CONSUMER_ROLE:
+            unit = UNITS[op.name]
+            taken[unit] = taken.get(unit, 0) + op.issue.value.data
+    busiest = max((n / PARALLEL[unit] for unit, n in taken.items()), default=0.0)
+    return max(busiest, span_of(phase) / warps)
+
+
+def span_of(phase: PhaseOp) -> int:
+    """Cycles that a warp takes for a chunk by itself, once ordered (0 before)."""
+    return 0 if phase.order is None else phase.order.get_values()[0]

@@ -1,0 +1,485 @@
+"""The search over GPU schedules: chunks, ring, queue, warps, splits, context pieces, fusion, waits.
+
+Takes a model, a workload and a machine; gives ranked `GpuChoice`s and an account of what each limit
+cut. Three stages: what does not fit is cut by `gpu_resources`; the rest gets a bound that the
+simulator cannot beat (bytes of the busiest block; the chain of waits); then a walk from the default
+and from the best bound changes one field at a time, ranked by the simulator, and leaves out what
+cannot be among the best, until no neighbour of a kept choice is better or the budget is spent.
+
+Anytime: the default tiling is simulated first, so there is always an answer. With a checkpoint file
+what was simulated is kept, and a search that is resumed ends with what an uninterrupted one finds.
+Equal arguments give equal results, unless seconds run out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from obelisk.base.digest import digest
+from obelisk.base.errors import Infeasible, InternalError, MissingDependency, UserError
+from obelisk.base.progress import Progress, Silent
+from obelisk.machine import Feature, Machine
+from obelisk.schedule.gpu import (
+    EDGES,
+    MAX_STAGES,
+    GpuTiling,
+    default_tiling,
+    imbalance,
+    legal_splits,
+    shared_plan,
+    tile_count,
+    up_tiles,
+)
+from obelisk.schedule.gpu_choice import EMITTED, Fusion
+from obelisk.schedule.gpu_resources import Fit, fit
+from obelisk.schedule.gpu_simulate import (
+    FILL_LATENCY,
+    GpuTimeline,
+    MicroCosts,
+    busiest,
+    costs_of,
+    simulate_gpu,
+)
+from obelisk.schedule.gpu_tasks import GpuStep
+from obelisk.tasks.config import ModelConfig
+from obelisk.tasks.workload import Workload
+
+CHUNK_COLS = (64, 128, 256, 512)
+FLIGHTS = (32, 40, 48, 64, 96)  # KB
+WARPS = (4, 8, 16)
+PIECES = (1, 2, 4, 8, 16)
+BARRIERS: tuple[tuple[str, ...], ...] = ((), EDGES, ("o", "down"))
+FUSIONS = (
+    EMITTED, Fusion(rope_apart=True), Fusion(combine_apart=True), Fusion(o_behind_attend=True),
+    Fusion(down_behind_up=True),
+)  # fmt: skip
+SIMULATED = 160  # at most, without a budget of seconds
+SAVE_EVERY = 16
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GpuChoice:
+    """A cut, what runs as one phase, what it costs by the simulator, and what it takes."""
+
+    tiling: GpuTiling
+    fusion: Fusion
+    timeline: GpuTimeline
+    fit: Fit
+
+    def __str__(self) -> str:
+        t = self.tiling
+        waits = "tags" if not t.barriers else "barriers" if t.barriers == EDGES else (
+            "tags, barriers after " + " and ".join(t.barriers))  # fmt: skip
+        return (
+            f"ring {t.stages} x {t.chunk_bytes / 1024:g} KB, {t.in_flight} in flight, "
+            f"{t.warps} warps, o/{t.o_split}, down/{t.down_split}, kv/{t.kv_pieces}, "
+            f"turn {t.rotate}, {waits}" + ("" if self.fusion == EMITTED else f", {self.fusion}")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAccount:
+    """What the search did.
+
+    Attributes:
+        tried: cuts looked at.
+        pruned: how many each limit cut.
+        examples: one refusal in words for each limit.
+        fitting: cuts that fit.
+        bounded: neighbours of good cuts that were left out, their bound being above what is kept.
+        simulated: cuts that were simulated.
+        resumed: of these, how many came from the checkpoint.
+        unemitted: the best of the fusions that no emitter takes: name and seconds.
+        seconds: of this run.
+        finished: whether nothing was left out for want of time.
+    """
+
+    tried: int
+    pruned: tuple[tuple[str, int], ...]
+    examples: tuple[str, ...]
+    fitting: int
+    bounded: int
+    simulated: int
+    resumed: int
+    unemitted: tuple[tuple[str, float], ...]
+    seconds: float
+    finished: bool
+
+
+# ---- the space ----
+def best_turn(step: GpuStep) -> int:
+    """The `rotate` with which the busiest block streams least; of equals, the smallest."""
+    blocks = step.tiling.blocks
+    turns = range(blocks) if blocks <= 256 else range(0, blocks, blocks // 256)
+    scored = [
+        (round(busiest(replace(step, tiling=replace(step.tiling, rotate=r))), 9), r) for r in turns
+    ]
+    return min(scored)[1]
+
+
+def _splits(rows: int, cols: int, blocks: int) -> tuple[int, ...]:
+    """Parts along K worth trying: none, and those that balance best and next best."""
+    ranked = sorted(
+        legal_splits(cols), key=lambda s: (round(imbalance(tile_count(rows), s, blocks), 3), s)
+    )
+    return tuple(sorted({1, *ranked[:2]}))
+
+
+def _ring(step: GpuStep, machine: Machine) -> GpuTiling:
+    """The tiling with as many stages as shared memory holds."""
+    t = replace(step.tiling, stages=MAX_STAGES)
+    over = shared_plan(step.model, step.work, t).total - machine.shared_bytes
+    while over > 0 and t.stages > t.warps:
+        t = replace(t, stages=max(t.warps, t.stages - max(1, over // t.chunk_bytes)))
+        over = shared_plan(step.model, step.work, t).total - machine.shared_bytes
+    return t
+
+
+def space(
+    model: ModelConfig, work: Workload, machine: Machine, blocks: int
+) -> Iterator[tuple[GpuTiling, Fusion]]:
+    """Every cut that is looked at, in a fixed order. `in_flight` may equal `stages` (no throttle).
+
+    Cuts differ in fusion only in their default sizes: what a fusion costs hardly depends on them.
+    """
+    bulk = machine.has(Feature.BULK_COPY)
+    groups = work.batch * model.kv_heads
+    o_splits = _splits(model.hidden, model.q_width, blocks)
+    down_splits = _splits(model.hidden, model.ffn, blocks)
+    pieces = [p for p in PIECES if p == 1 or p * groups <= 4 * blocks]
+    turns: dict[tuple[int, int], int] = {}
+    for cols, warps, o, down in product(CHUNK_COLS, WARPS, o_splits, down_splits):
+        t = GpuTiling(blocks, cols, warps, 2, warps, 1, o, down, 1, 0, bulk)
+        step = GpuStep(model, work, t)
+        if (o, down) not in turns:
+            turns[(o, down)] = best_turn(step)
+        t = replace(_ring(step, machine), rotate=turns[(o, down)])
+        flights = {min(t.stages, max(2, kb * 1024 // t.chunk_bytes)) for kb in FLIGHTS}
+        for flight, kv, waits in product(sorted({*flights, t.stages}), pieces, BARRIERS):
+            yield replace(t, in_flight=flight, kv_pieces=kv, barriers=waits), EMITTED
+    for fusion in FUSIONS[1:]:
+        yield default_tiling(model, work, machine, blocks), fusion
+
+
+# ---- bounds and costs ----
+@lru_cache(maxsize=256)
+def _micro(chunk_cols: int, warps: int, registers: int, small: ModelConfig) -> MicroCosts:
+    from obelisk.schedule.ir.micro import ATTEND_AHEAD, chunk_cycles, span_of
+    from obelisk.schedule.ir.passes import phases
+    from obelisk.schedule.ir.pipeline import Setting, run
+
+    tiling = GpuTiling(1, chunk_cols=chunk_cols, warps=warps, kv_pieces=1)
+    setting = Setting(GpuStep(small, Workload(), tiling), registers=registers)
+    found = {p.phase.data: p for p, _ in phases(run(setting, until="order"))}
+    chunk = max(chunk_cycles(found[name], warps) for name in ("qkv", "up"))
+    return MicroCosts(chunk, span_of(found["attend"]), ATTEND_AHEAD)
+
+
+def micro_costs(step: GpuStep, registers: int) -> MicroCosts:
+    """What a step's tasks cost inside, from the order that list scheduling gives their
+    micro-operations within `registers` of a thread.
+
+    Raises `MissingDependency` without xDSL, and `Infeasible` when the registers do not hold them.
+    """
+    group = step.model.group
+    small = replace(step.model, layers=1, hidden=64, ffn=64, vocab=64, kv_heads=1, heads=group)
+    try:
+        return _micro(step.tiling.chunk_cols, step.tiling.warps, registers, small)
+    except ImportError as error:
+        raise MissingDependency(f"GPU schedules need xdsl: pip install xdsl ({error})") from None
+
+
+def bound(step: GpuStep, machine: Machine, over: float) -> float:
+    """Seconds that the simulator cannot go below: the stream of the busiest block (`over` its share
+    above the mean), and the chain of waits with what consumers do behind each.
+    """
+    costs = costs_of(machine)
+    t, layers = step.tiling, step.model.layers
+    total = sum(
+        n * step.unit_bytes(k) * (1 if k.value == "head" else layers)
+        for k, n in step.units.items()
+    )  # fmt: skip
+    stream = total * over / costs.stream
+    wait = {e: costs.barrier if e in t.barriers else costs.handover for e in EDGES}
+    chain = layers * (sum(wait.values()) - wait["head"] + 5 * FILL_LATENCY)
+    return max(stream, chain)
+
+
+# ---- checkpoint ----
+class Checkpoint:
+    """What was simulated so far, in a JSON file that is replaced as a whole."""
+
+    def __init__(self, path: Path | None, key: str, resume: bool) -> None:
+        self.path, self.key = path, key
+        self.known: dict[str, GpuTimeline] = {}
+        if path is None or not resume:
+            return
+        if not path.exists():
+            raise UserError(f"no checkpoint {path} to resume from: leave --resume out")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            version, stored = data["version"], data["key"]
+            known = {k: _timeline(v) for k, v in data["simulated"].items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"checkpoint {path} is damaged ({error}): delete it") from None
+        if version != VERSION or stored != key:
+            raise UserError(
+                f"checkpoint {path} is of another search (model, workload, machine or version): "
+                "use another file, or leave --resume out"
+            )
+        self.known = known
+
+    def save(self) -> None:
+        """Replace the file."""
+        if self.path is None:
+            return
+        data = {
+            "version": VERSION, "key": self.key,
+            "simulated": {k: _plain(v) for k, v in sorted(self.known.items())},
+        }  # fmt: skip
+        spare = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        spare.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        spare.replace(self.path)
+
+
+def _plain(t: GpuTimeline) -> list[Any]:
+    return [t.seconds, t.layer, t.head, t.imbalance, [list(p) for p in t.phases]]
+
+
+def _timeline(data: list[Any]) -> GpuTimeline:
+    seconds, layer, head, over, phases = data
+    spans = tuple((str(n), float(s)) for n, s in phases)
+    return GpuTimeline(float(seconds), float(layer), float(head), float(over), spans)
+
+
+def _name(t: GpuTiling, fusion: Fusion) -> str:
+    return json.dumps([t.to_json(), fusion.to_json()], sort_keys=True)
+
+
+# ---- the search ----
+class _Search:
+    """One search under way."""
+
+    def __init__(
+        self, model: ModelConfig, work: Workload, machine: Machine, blocks: int,
+        checkpoint: Checkpoint, listener: Progress,
+    ) -> None:  # fmt: skip
+        self.model, self.work, self.machine, self.blocks = model, work, machine, blocks
+        self.checkpoint, self.listener = checkpoint, listener
+        self.tried, self.resumed, self.simulated = 0, 0, 0
+        self.pruned: dict[str, int] = {}
+        self.examples: list[str] = []
+        self.fitting: list[tuple[float, str, GpuTiling, Fit]] = []
+        self.by_name: dict[str, tuple[float, Fit]] = {}
+        self.looked: set[str] = set()
+        self.bounded = 0
+        self.apart: list[tuple[str, float]] = []
+        self.found: list[tuple[float, str, GpuChoice]] = []
+
+    def step(self, t: GpuTiling) -> GpuStep:
+        """The step under a tiling."""
+        return GpuStep(self.model, self.work, t)
+
+    def prune(self) -> None:
+        """Look at every cut: drop what does not fit, bound the rest."""
+        over: dict[tuple[int, int, int], float] = {}
+        for t, fusion in self._candidates():
+            self.tried += 1
+            step = self.step(t)
+            need = fit(step, self.machine, fusion)
+            if need.refusal is not None:
+                if need.limit not in self.pruned:
+                    self.examples.append(need.refusal)
+                self.pruned[need.limit] = self.pruned.get(need.limit, 0) + 1
+                if need.limit == "emitter":
+                    self.apart.append((str(fusion), self._simulate(t, need, fusion).seconds))
+                continue
+            key = (t.o_split, t.down_split, t.rotate)
+            if key not in over:
+                over[key] = busiest(step)
+            least = bound(step, self.machine, over[key])
+            self.fitting.append((least, _name(t, EMITTED), t, need))
+            if self.tried % 64 == 0:
+                self.listener.update("schedule", {"tried": self.tried, "fit": len(self.fitting)})
+        self.fitting.sort(key=lambda x: (x[0], x[1]))
+        self.by_name = {name: (least, need) for least, name, _, need in self.fitting}
+
+    def _candidates(self) -> Iterator[tuple[GpuTiling, Fusion]]:
+        seen: set[str] = set()
+        try:
+            default = default_tiling(self.model, self.work, self.machine, self.blocks)
+            seen.add(_name(default, EMITTED))
+            yield default, EMITTED
+        except Infeasible as why:
+            self.examples.append(str(why))
+            self.pruned["default"] = 1
+            return
+        for t, fusion in space(self.model, self.work, self.machine, self.blocks):
+            name = _name(t, fusion)
+            if name not in seen:
+                seen.add(name)
+                yield t, fusion
+
+    def _simulate(self, t: GpuTiling, need: Fit, fusion: Fusion) -> GpuTimeline:
+        name = _name(t, fusion)
+        known = self.checkpoint.known.get(name)
+        if known is not None:
+            self.resumed += 1
+            return known
+        step = self.step(t)
+        micro = micro_costs(step, need.consumer_registers)
+        made = simulate_gpu(step, self.machine, micro=micro, fusion=fusion)
+        self.checkpoint.known[name] = made
+        if len(self.checkpoint.known) % SAVE_EVERY == 0:
+            self.checkpoint.save()
+        return made
+
+    def _try(self, t: GpuTiling, keep: int) -> None:
+        """Simulate a cut, unless it was, or its bound is above what is kept."""
+        name = _name(t, EMITTED)
+        entry = self.by_name.get(name)
+        if entry is None or name in self.looked:
+            return
+        self.looked.add(name)
+        least, need = entry
+        if len(self.found) >= keep and least > self.found[keep - 1][0]:
+            self.bounded += 1
+            return
+        try:
+            line = self._simulate(t, need, EMITTED)
+        except Infeasible as why:
+            if "registers" not in self.pruned:
+                self.examples.append(str(why))
+            self.pruned["registers"] = self.pruned.get("registers", 0) + 1
+            return
+        self.simulated += 1
+        self.found.append((line.seconds, name, GpuChoice(t, EMITTED, line, need)))
+        self.found.sort(key=lambda x: x[:2])
+        self.listener.update("simulate", {
+            "simulated": self.simulated, "of": len(self.fitting),
+            "best_us": round(self.found[0][0] * 1e6, 1),
+        })  # fmt: skip
+
+    def kept(self, keep: int) -> list[GpuChoice]:
+        """The best choices; of those that the simulator cannot tell apart and that differ in what
+        is in flight alone, one.
+        """
+        out: list[GpuChoice] = []
+        for _, _, choice in self.found:
+            twin = any(
+                replace(c.tiling, in_flight=choice.tiling.in_flight) == choice.tiling
+                and abs(c.timeline.seconds / choice.timeline.seconds - 1) < 1e-3
+                for c in out
+            )
+            if not twin:
+                out.append(choice)
+            if len(out) == keep:
+                break
+        return out
+
+    def _neighbours(self, t: GpuTiling) -> list[GpuTiling]:
+        """Cuts that fit and differ from `t` in one field (fields that follow from others apart)."""
+        mine = _fields(t)
+        return [
+            other for _, _, other, _ in self.fitting
+            if sum(a != b for a, b in zip(mine, _fields(other), strict=True)) == 1
+        ]  # fmt: skip
+
+    def rank(self, keep: int, limit: int, end: float | None) -> bool:
+        """Walk downhill from the default and from the best bound, one field at a time, until no
+        neighbour of a kept cut is better; whether nothing was left out for want of time.
+        """
+        default = default_tiling(self.model, self.work, self.machine, self.blocks)
+        for t in (default, self.fitting[0][2]):
+            self._try(t, keep)
+        walked: set[str] = set()
+        while True:
+            at = next(((n, c) for _, n, c in self.found[:keep] if n not in walked), None)
+            if at is None or self.simulated >= limit:
+                return True
+            walked.add(at[0])
+            for other in self._neighbours(at[1].tiling):
+                if end is not None and time.monotonic() > end and self.found:
+                    return False
+                if self.simulated < limit:
+                    self._try(other, keep)
+
+
+def _fields(t: GpuTiling) -> tuple[object, ...]:
+    """What a walk changes one at a time: bytes in flight rather than chunks, for these follow."""
+    flight = "all" if t.in_flight == t.stages else round(t.in_flight * t.chunk_bytes / 8192)
+    return (t.chunk_cols, t.warps, t.o_split, t.down_split, flight, t.kv_pieces, t.barriers)
+
+
+def judge_choice(model: ModelConfig, work: Workload, choice: GpuChoice, machine: Machine) -> None:
+    """Raise `InternalError` when the judge finds a fault in the schedule of a choice."""
+    from obelisk.schedule.gpu_check import check_gpu, shallow
+    from obelisk.schedule.ir.pipeline import Setting, schedule_of
+
+    step = shallow(GpuStep(model, work, choice.tiling))
+    faults = check_gpu(schedule_of(Setting(step, choice.fusion)), machine)
+    if faults:
+        raise InternalError(f"the passes made an unsafe schedule: {faults[0]}")
+
+
+def search_gpu(
+    model: ModelConfig,
+    work: Workload,
+    machine: Machine,
+    *,
+    blocks: int | None = None,
+    keep: int = 4,
+    judged: int | None = None,
+    limit: int = SIMULATED,
+    seconds: float | None = None,
+    checkpoint: Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> tuple[list[GpuChoice], GpuAccount]:
+    """The best `keep` cuts, fastest first by the simulator, and the account.
+
+    `judged` of them (default: all) are also built by the passes and judged by `check_gpu`. `limit`
+    bounds how many are simulated, `seconds` for how long (the default tiling always is).
+    `checkpoint` is a file that keeps what was simulated; with `resume` it is read first.
+
+    Raises `Infeasible` naming the limits when nothing fits, `UserError` for a workload or
+    checkpoint that is not possible, `MissingDependency` without xDSL.
+    """
+    work.check(model)
+    listener = progress or Silent()
+    start = time.monotonic()
+    grid = min(machine.cores if blocks is None else blocks, up_tiles(model))
+    if grid < 1:
+        raise Infeasible(f"{grid} blocks: a schedule needs at least one")
+    key = digest("gpu-search", model.digest, repr(work), machine.digest, str(grid))
+    run = _Search(model, work, machine, grid, Checkpoint(checkpoint, key, resume), listener)
+    run.prune()
+    if not run.fitting:
+        raise Infeasible(f"no megakernel for {machine.name}: " + "; ".join(run.examples))
+    finished = run.rank(keep, limit, None if seconds is None else start + seconds)
+    run.checkpoint.save()
+    best = run.kept(keep)
+    for i, choice in enumerate(best[: keep if judged is None else judged]):
+        listener.update("judge", {"judged": i, "of": len(best)})
+        judge_choice(model, work, choice, machine)
+    account = GpuAccount(
+        run.tried, tuple(sorted(run.pruned.items())), tuple(run.examples), len(run.fitting),
+        run.bounded, run.simulated, run.resumed, tuple(run.apart),
+        time.monotonic() - start, finished,
+    )  # fmt: skip
+    return best, account
+
+
+__all__ = [
+    "GpuAccount", "GpuChoice", "best_turn", "bound",  "judge_choice", "micro_costs",
+    "search_gpu", "space",
+]  # fmt: skip
