@@ -163,16 +163,13 @@ class Driver(types.ModuleType):
         del self.held[address]
         return self._answer()
 
-    def cuMemcpyHtoD(self, to: int, source: int, size: int) -> tuple[Any, ...]:
+    def cuMemcpyHtoDAsync(self, to: int, source: int, size: int, stream: int) -> tuple[Any, ...]:
         ctypes.memmove(to, source, size)
         return self._answer()
 
-    cuMemcpyDtoH = cuMemcpyDtoD = cuMemcpyHtoD
+    cuMemcpyDtoHAsync = cuMemcpyDtoDAsync = cuMemcpyHtoDAsync
 
-    def cuMemcpyDtoDAsync(self, to: int, source: int, size: int, stream: int) -> tuple[Any, ...]:
-        return self.cuMemcpyHtoD(to, source, size)
-
-    def cuMemsetD8(self, address: int, value: int, size: int) -> tuple[Any, ...]:
+    def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> tuple[Any, ...]:
         ctypes.memset(address, value, size)
         return self._answer()
 

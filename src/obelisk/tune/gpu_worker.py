@@ -78,14 +78,17 @@ class GpuWorker:
         return int(check(self.cu.cuMemAlloc(max(size, 1)), f"taking {size} bytes of memory"))
 
     def up(self, address: int, array: np.ndarray) -> None:
-        """Host to device, at once."""
+        """Host to device, in the order of the stream: the default one would not wait for it."""
         if array.size:
-            check(self.cu.cuMemcpyHtoD(address, array.ctypes.data, array.nbytes), "copying in")
+            data, size = array.ctypes.data, array.nbytes
+            check(self.cu.cuMemcpyHtoDAsync(address, data, size, self.stream), "copying in")
 
     def down(self, array: np.ndarray, address: int) -> None:
-        """Device to host, at once."""
+        """Device to host; there when this returns."""
         if array.size:
-            check(self.cu.cuMemcpyDtoH(array.ctypes.data, address, array.nbytes), "copying out")
+            data, size = array.ctypes.data, array.nbytes
+            check(self.cu.cuMemcpyDtoHAsync(data, address, size, self.stream), "copying out")
+            self.sync("copying out")
 
     def sync(self, what: str) -> None:
         """Wait for the stream; what a kernel did wrong shows here."""
@@ -113,11 +116,13 @@ class GpuWorker:
             self.sets[which] = self._uploaded()
         for address, source, spec in zip(self.fixed, self.sets[which], self.inputs, strict=True):
             if spec.nbytes:
-                check(self.cu.cuMemcpyDtoD(address, source, spec.nbytes), "choosing inputs")
+                size, stream = spec.nbytes, self.stream
+                check(self.cu.cuMemcpyDtoDAsync(address, source, size, stream), "choosing inputs")
         for address, around in zip(self.guarded, self.around_out, strict=True):
             self.up(address, around)
         if library.module.scratch_bytes:  # the counters behind it stay as the last call left them
-            check(self.cu.cuMemsetD8(scratch, _GARBAGE, library.module.scratch_bytes), "filling")
+            size = library.module.scratch_bytes
+            check(self.cu.cuMemsetD8Async(scratch, _GARBAGE, size, self.stream), "filling")
         front, rear = self.around_scratch[:PAGE], self._rear(library.scratch_bytes)
         self.up(scratch - PAGE, front)
         self.up(scratch + library.scratch_bytes, rear)
@@ -139,6 +144,7 @@ class GpuWorker:
         made = [self.memory(s.nbytes) for s in self.inputs]
         for address, shared in zip(made, self.shared_in, strict=True):
             self.up(address, shared)
+        self.sync("copying in")
         return made
 
     def _rear(self, used: int) -> np.ndarray:
@@ -257,7 +263,7 @@ class GpuWorker:
         """Bytes per second that a copy in device memory moves, read and written: a median."""
         source, target = self.memory(_COPY), self.memory(_COPY)
         rates: list[float] = []
-        check(self.cu.cuMemsetD8(source, 1, _COPY), "filling")
+        check(self.cu.cuMemsetD8Async(source, 1, _COPY, self.stream), "filling")
         for _ in range(_COPIES):
             self.cu.cuEventRecord(self.events[0], self.stream)
             check(self.cu.cuMemcpyDtoDAsync(target, source, _COPY, self.stream), "copying")

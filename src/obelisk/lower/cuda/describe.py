@@ -21,6 +21,8 @@ _PHASES = {
 
 def layout_lines(layout: Layout) -> list[str]:
     """How a layout deals its axes to threads."""
+    if not layout.order:
+        return [f"layout {layout.name!r} of a single element"]
     out = [f"layout {layout.name!r}, neighbouring elements along axis {layout.order[-1]}"]
     for a in layout.order:
         d = layout.dims[a]
