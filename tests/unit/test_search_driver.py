@@ -225,7 +225,7 @@ def test_a_signal_returns_what_there_is() -> None:
 def test_limits_stop_with_their_names() -> None:
     """Seconds and states; the number of states is kept to within one unit's check."""
     program = load_program("ntrans")
-    timed = search(program, CPU, workers=1, budget=Budget(seconds=0.3))
+    timed = search(program, CPU, workers=1, budget=Budget(seconds=0.05))
     assert timed.stats.stopped == "time"
     assert timed.stats.seconds < 3.0
     few = search(program, CPU, workers=1, budget=Budget(states=2000))

@@ -71,12 +71,14 @@ def form(block: BlockGraph) -> Form:
         and all(b == 1 and min(m, n, k) > 1 for b, m, n, k in shapes)
         and all(i.dtype in (DType.F16, DType.BF16) for p in products for i in p.inputs)
     )
+    moved = any(n.op in (Op.CONCAT, Op.SLICE) for n in block.body)  # not done in registers
+    fragments = fragments and not moved
     looped = [n for n in block.loads if n.attrs.fmap is not None]
     moving = sum(n.nbytes for n in looped)
     fixed = sum(n.nbytes for n in block.loads) - moving
     live = residence(block).accumulators
     if not fragments:
-        return Form(not products, max(32, block.threads), block.loop, fixed, moving, live)
+        return Form(not products and not moved, max(32, block.threads), block.loop, fixed, moving, live)
     cuts = max((-(-n.shape[n.attrs.fmap] // STAGE) for n in looped), default=1)
     phase = block.info.phase
     widest = max((4 * n.elements for n in products if phase[n] is Phase.LOOP), default=0)

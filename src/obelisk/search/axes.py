@@ -8,7 +8,7 @@ every tensor that has it, consistently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from obelisk.ir import Node, Op
@@ -58,7 +58,7 @@ class Segment:
         return ";".join(lines) + "->" + ",".join(str(number[t]) for t in self.targets)
 
 
-def _between(targets: Sequence[Node], leaves: frozenset[Node]) -> tuple[list[Node], list[Node]]:
+def _between(targets: Sequence[Node], leaves: Container[Node]) -> tuple[list[Node], list[Node]]:
     """Operators and leaves below the targets."""
     nodes: list[Node] = []
     found: list[Node] = []
@@ -106,11 +106,11 @@ class _Union:
             self.parent[rb] = ra
 
 
-def make_segment(targets: Sequence[Node], leaves: Sequence[Node]) -> Segment | str:
-    """The segment between leaves and targets, or the reason why it cannot be searched as one
-    kernel.
+def make_segment(targets: Sequence[Node], leaves: Container[Node]) -> Segment | str:
+    """The segment between leaves (what `in` says) and targets, or the reason why it cannot be
+    searched as one kernel.
     """
-    nodes, found = _between(targets, frozenset(leaves))
+    nodes, found = _between(targets, leaves)
     for node in nodes:
         if node.op in _STRUCTURE or node.op is Op.INPUT:
             return f"{node.op.value} of a value that is not in device memory"
@@ -118,34 +118,80 @@ def make_segment(targets: Sequence[Node], leaves: Sequence[Node]) -> Segment | s
             return f"{node.op.value} to {node.attrs.keep} columns"
         if node.op is Op.CAST and not (node.dtype.is_float and node.inputs[0].dtype.is_float):
             return "cast between integers and floats"
+    for node in nodes:
+        if node.op is Op.SIZE and node.inputs[0] not in {*found, *nodes}:
+            return "the size of a tensor outside the segment"
+    named = _name(found, nodes, _ties(targets, frozenset(found)))
+    if isinstance(named, str):
+        named = _name(found, nodes, [])
+    if isinstance(named, str):
+        return named
+    dims, extents = named
+    kept = {a for t in targets for a in dims[t] if a is not None}
+    inner = frozenset(range(len(extents))) - kept
+    reduced = frozenset(a for n in nodes if (a := reduced_axis(n, dims)) is not None)
+    return Segment(tuple(targets), tuple(found), tuple(nodes), dims, tuple(extents), reduced, inner)
+
+
+Place = tuple[Node, int]  # a dim of a tensor
+
+
+def _name(
+    leaves: Sequence[Node], nodes: Sequence[Node], ties: Sequence[tuple[Place, Place]]
+) -> tuple[dict[Node, Dims], list[int]] | str:
+    """The axes of every tensor and their extents, with some dims tied; or why there are none."""
     union = _Union()
     for node in nodes:
         _unify(union, node)
+    for a, b in ties:
+        union.join(a, b)
     names: dict[object, Axis] = {}
     extents: list[int] = []
+    unequal: set[Axis] = set()
     dims: dict[Node, Dims] = {}
-    for node in [*found, *nodes]:
+    for node in [*leaves, *nodes]:
         out: list[Axis | None] = []
         for d, n in enumerate(node.shape):
             if n == 1:
                 out.append(None)
                 continue
             root = union.find((node, d))
-            if root not in names:
-                names[root] = len(extents)
+            axis = names.setdefault(root, len(extents))
+            if axis == len(extents):
                 extents.append(n)
-            out.append(names[root])
+            if n != extents[axis]:
+                unequal.add(axis)
+                extents[axis] = max(extents[axis], n)
+            out.append(axis)
         mapped = [a for a in out if a is not None]
         if len(set(mapped)) != len(mapped):
             return f"two dims of {node!r} would have to be cut together"
         dims[node] = tuple(out)
     for node in nodes:
-        if node.op is Op.SIZE and node.inputs[0] not in dims:
-            return "the size of a tensor outside the segment"
-    kept = {a for t in targets for a in dims[t] if a is not None}
-    inner = frozenset(range(len(extents))) - kept
-    reduced = frozenset(a for n in nodes if (a := reduced_axis(n, dims)) is not None)
-    return Segment(tuple(targets), tuple(found), tuple(nodes), dims, tuple(extents), reduced, inner)
+        if node.op is Op.SIZE and dims[node.inputs[0]][node.attrs.axis] in unequal:
+            return "the size of an axis of two extents"
+        if reduced_axis(node, dims) in unequal:
+            return "a sum over an axis of two extents"
+    return dims, extents
+
+
+def _ties(targets: Sequence[Node], leaves: frozenset[Node]) -> list[tuple[Place, Place]]:
+    """Dims of several targets, and of what they are made of, that may be cut alike though no
+    operator forces it: those at the same place of equal operators. So products side by side share a
+    grid and a loop.
+    """
+    out: list[tuple[Place, Place]] = []
+    seen: set[tuple[Node, Node]] = set()
+    stack = [(targets[0], other) for other in targets[1:]]
+    while stack:
+        a, b = stack.pop()
+        if a is b or a.rank != b.rank or (a, b) in seen:
+            continue
+        seen.add((a, b))
+        out += [((a, d), (b, d)) for d in range(a.rank) if 1 not in (a.shape[d], b.shape[d])]
+        if a.op is b.op and not {a, b} & leaves and len(a.inputs) == len(b.inputs):
+            stack += zip(a.inputs, b.inputs, strict=True)
+    return out
 
 
 def reduced_axis(node: Node, dims: dict[Node, Dims]) -> Axis | None:

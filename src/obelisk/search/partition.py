@@ -9,7 +9,7 @@ At any moment the best path of searched intervals is an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -71,14 +71,65 @@ class Cover:
     exact: bool = field(default=False)
 
 
+def _side_by_side(order: Sequence[Node]) -> list[Node]:
+    """The order with products of one left operand behind each other as soon as they can be: an
+    interval then holds them alone, and one kernel can do them all.
+    """
+    readers: dict[Node, list[Node]] = {}
+    for n in order:
+        if n.op is Op.MATMUL:
+            readers.setdefault(n.inputs[0], []).append(n)
+    waiting = set(order)
+    out: list[Node] = []
+
+    def emit(n: Node) -> None:
+        waiting.discard(n)
+        out.append(n)
+
+    def ready(n: Node) -> bool:
+        return not any(i in waiting for i in n.inputs)
+
+    for n in order:
+        if n not in waiting:
+            continue
+        emit(n)
+        if n.op is Op.MATMUL:
+            for m in readers[n.inputs[0]]:
+                if m in waiting and ready(m):
+                    emit(m)
+    return out
+
+
+class _Before:
+    """The tensors that are in device memory before position `start`: inputs, results of operators
+    before it, and views of either.
+    """
+
+    def __init__(self, position: Mapping[Node, int], start: int) -> None:
+        self.position, self.start = position, start
+
+    def __contains__(self, node: object) -> bool:
+        while isinstance(node, Node):
+            if node.op is Op.INPUT or self.position.get(node, self.start) < self.start:
+                return True
+            if node.op not in VIEWS:
+                return False
+            node = node.inputs[0]
+        return False
+
+
 class Partition:
     """Lazy dynamic programming over intervals of a program's operators."""
 
     def __init__(self, graph: Graph, machine: Machine, window: int) -> None:
         self.graph, self.machine, self.window = graph, machine, window
-        self.order = [
-            n for n in topological(graph.outputs) if n.op not in _FREE and not self._is_free_view(n)
-        ]
+        self.order = _side_by_side(
+            [
+                n
+                for n in topological(graph.outputs)
+                if n.op not in _FREE and not self._is_free_view(n)
+            ]
+        )
         self.position = {n: i for i, n in enumerate(self.order)}
         self.efficiency = EXPECTED
         on_gpu = machine.kind is MachineKind.CUDA
@@ -127,12 +178,7 @@ class Partition:
         if j - i == 1 and nodes[0].op in VIEWS:
             return Interval(nodes, None, 0.0, i, j, [], 0.0)
         targets = [n for n in nodes if self._last.get(n, -1) >= j]
-        before = set(self.order[:i])
-        leaves = [
-            n
-            for n in topological(self.graph.outputs)
-            if n.op is Op.INPUT or n in before or (n.op in VIEWS and self._is_leaf_view(n, before))
-        ]
+        leaves = _Before(self.position, i)
         segment = make_segment(targets, leaves) if targets else "nothing is used"
         if isinstance(segment, str):
             if j - i == 1:
@@ -141,11 +187,6 @@ class Partition:
             return None
         bound = roofline(standalone(segment, segment.targets), self.machine)
         return Interval(nodes, segment, bound, i, j)
-
-    def _is_leaf_view(self, node: Node, before: set[Node]) -> bool:
-        while node.op in VIEWS:
-            node = node.inputs[0]
-        return node.op is Op.INPUT or node in before
 
     def settle(self, interval: Interval, choices: Sequence[Choice]) -> None:
         """Record what the search of an interval found (best first)."""
