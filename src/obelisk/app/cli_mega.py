@@ -14,16 +14,17 @@ import typer
 from rich.text import Text
 
 from obelisk.app.display import Display, rows_table, stdout
+from obelisk.app.explain_gpu import explain_gpu, print_explained, text_of_pass
 from obelisk.app.report import show_bytes, show_us
 from obelisk.app.synth import describe, explain, require_directory, synthesise, workload_of
 from obelisk.base.errors import UserError
 from obelisk.engine import Engine, Sampling, Tokenizer
-from obelisk.machine import find
+from obelisk.machine import Machine, MachineKind, find
 from obelisk.mega import target_of
 from obelisk.plan import Plan, read_plan, write_plan
 from obelisk.runtime import trace_events
 from obelisk.schedule import Choice, SearchAccount
-from obelisk.tasks import read_config
+from obelisk.tasks import ModelConfig, Workload, read_config
 
 plan_app = typer.Typer(help="What a plan holds.", no_args_is_help=True)
 TRACED = 1 << 16  # tasks of a core in a timeline: it shows the last launch
@@ -70,6 +71,22 @@ def _explain(choices: list[Choice], account: SearchAccount) -> None:
         console.print(Text(f"  {example}"), soft_wrap=True)
 
 
+def _explain_gpu(
+    config: ModelConfig, work: Workload, machine: Machine, cores: int | None, ir_pass: str | None,
+    checkpoint: Path | None, resume: bool, json_file: Path | None,
+) -> None:  # fmt: skip
+    with Display() as progress:
+        found = explain_gpu(
+            config, work, machine, blocks=cores, checkpoint=checkpoint, resume=resume,
+            progress=progress,
+        )  # fmt: skip
+    if ir_pass is not None:
+        typer.echo(text_of_pass(config, work, found.choices[0], machine, ir_pass), nl=False)
+    else:
+        print_explained(found, stdout())
+    _write_json(json_file, found.to_json())
+
+
 def synth(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL_DIR", help="config.json and *.safetensors.")
@@ -84,8 +101,12 @@ def synth(
         typer.Option("--context", help="Positions of a sequence [2048, or the model's]."),
     ] = None,
     weights: Annotated[
-        str, typer.Option("--weights", help="fp32, bf16, fp16, int8, w4a16, w4a16:64 (groups).")
-    ] = "fp32",
+        str | None,
+        typer.Option(
+            "--weights",
+            help="fp32, bf16, fp16, int8, w4a16, w4a16:64 (groups) [fp32; GPUs: bf16].",
+        ),
+    ] = None,
     cores: Annotated[
         int | None, typer.Option("--cores", help="Pinned threads [all usable cores].")
     ] = None,
@@ -95,6 +116,17 @@ def synth(
     explain_only: Annotated[
         bool, typer.Option("--explain", help="Say what fits and what was pruned; build nothing.")
     ] = False,
+    ir_pass: Annotated[
+        str | None,
+        typer.Option("--ir", metavar="PASS", help="With --explain, GPUs: the IR after a pass."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", metavar="FILE", help="GPUs: keep what the search simulated."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Begin with what the checkpoint holds.")
+    ] = False,
     json_file: JsonOpt = None,
 ) -> None:
     """Synthesise a megakernel for a model: one program that runs whole decode steps."""
@@ -103,15 +135,20 @@ def synth(
     if explain_only:
         config = read_config(model)
         machine = find(device)
+        if machine.kind is MachineKind.CUDA:
+            work = workload_of(config, batch, context, weights or "bf16", model)
+            _explain_gpu(config, work, machine, cores, ir_pass, checkpoint, resume, json_file)
+            return
         target_of(machine)
-        work = workload_of(config, batch, context, weights, model)
+        work = workload_of(config, batch, context, weights or "fp32", model)
         _explain(*explain(config, work, machine, cores))
         return
     if output is None:
         raise UserError("synth needs -o PLAN, the file to write (or --explain)")
     with Display() as progress:
         made = synthesise(
-            model, device=device, batch=batch, context=context, weights=weights, cores=cores,
+            model, device=device, batch=batch, context=context, weights=weights or "fp32",
+            cores=cores,
             profile=profile, progress=progress,
         )  # fmt: skip
     write_plan(made.plan, output)

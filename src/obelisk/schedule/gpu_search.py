@@ -50,7 +50,7 @@ from obelisk.schedule.gpu_simulate import (
 )
 from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.tasks.config import ModelConfig
-from obelisk.tasks.workload import Workload
+from obelisk.tasks.workload import WeightFormat, Workload
 
 CHUNK_COLS = (64, 128, 256, 512)
 FLIGHTS = (32, 40, 48, 64, 96)  # KB
@@ -61,6 +61,7 @@ FUSIONS = (
     EMITTED, Fusion(rope_apart=True), Fusion(combine_apart=True), Fusion(o_behind_attend=True),
     Fusion(down_behind_up=True),
 )  # fmt: skip
+FORMATS = (WeightFormat.BF16, WeightFormat.FP16)
 SIMULATED = 160  # at most, without a budget of seconds
 SAVE_EVERY = 16
 VERSION = 1
@@ -158,7 +159,10 @@ def space(
     pieces = [p for p in PIECES if p == 1 or p * groups <= 4 * blocks]
     turns: dict[tuple[int, int], int] = {}
     for cols, warps, o, down in product(CHUNK_COLS, WARPS, o_splits, down_splits):
-        t = GpuTiling(blocks, cols, warps, 2, warps, 1, o, down, 1, 0, bulk)
+        t = GpuTiling(
+            blocks, chunk_cols=cols, stages=warps, warps=warps, in_flight=2, o_split=o,
+            down_split=down, kv_pieces=1, rotate=0, bulk=bulk,
+        )  # fmt: skip
         step = GpuStep(model, work, t)
         if (o, down) not in turns:
             turns[(o, down)] = best_turn(step)
@@ -455,6 +459,9 @@ def search_gpu(
     checkpoint that is not possible, `MissingDependency` without xDSL.
     """
     work.check(model)
+    if work.weights not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise Infeasible(f"GPU schedules are for weights as {known}, not {work.weights}")
     listener = progress or Silent()
     start = time.monotonic()
     grid = min(machine.cores if blocks is None else blocks, up_tiles(model))
