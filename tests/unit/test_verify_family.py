@@ -8,7 +8,7 @@ import pytest
 
 from obelisk.ir import BlockBuilder, Graph, KernelGraph, make_graph
 from obelisk.ir import build as b
-from obelisk.ir.family import Dim, FamilyGraph, trace
+from obelisk.ir.family import Dim, FamilyGraph, Linear, trace
 from obelisk.ir.op import SizeScope
 from obelisk.machine import find
 from obelisk.search import Plan, replan, replan_one, search
@@ -61,7 +61,7 @@ def test_every_size_of_a_range_is_proved_once() -> None:
     proofs = [j for j in found.verdict.judges if j.judge == "proof" and j.detail.startswith("form")]
     assert len(proofs) == len(found.forms) < 6
     assert {1, 17} <= set(found.tested)
-    varying = frozenset(ROWS.extents)
+    varying = ROWS.extents
     for n in range(1, 18):
         assert found.covers(program(n), blocks_of_four(n), n, varying)
 
@@ -70,7 +70,7 @@ def test_a_size_that_nobody_looked_at_is_covered_by_its_form_alone() -> None:
     """The same cuts at another size are; other cuts are not; a wrong candidate never is."""
     wide = Dim("rows", 1, 4096)
     family = trace(program, wide)
-    varying = frozenset(family.extents)
+    varying = family.extents
     found = verify_family(wide, family.extents, cases((8, 13, 64), lambda n: fused(n, 4)))
     assert found.verdict.kind is VerdictKind.PROVED
     assert "as all 3 sizes that were looked at are" in found.verdict.bound
@@ -87,7 +87,7 @@ def test_what_is_wrong_at_one_size_is_refuted_and_named() -> None:
     assert found.verdict.kind is VerdictKind.REFUTED
     assert found.verdict.bound.startswith("at rows 12")
     assert found.forms == frozenset()
-    assert not found.covers(program(3), fused(3, 1), 3, frozenset(ROWS.extents))
+    assert not found.covers(program(3), fused(3, 1), 3, ROWS.extents)
 
 
 def test_a_number_that_fits_one_size_does_not_serve_another() -> None:
@@ -107,7 +107,7 @@ def test_a_number_that_fits_one_size_does_not_serve_another() -> None:
         return make_graph([x], block.launch())
 
     dim = Dim("n", 2, 64)
-    varying = frozenset(trace(mean, dim).extents)
+    varying = trace(mean, dim).extents
     right = verify_family(dim, varying, [Case(8, mean(8), candidate(8, 8.0))])
     assert right.verdict.accepted
     assert not right.covers(mean(10), candidate(10, 8.0), 10, varying)
@@ -117,7 +117,7 @@ def test_a_number_that_fits_one_size_does_not_serve_another() -> None:
 
 def test_forms_are_equal_only_where_the_obligations_are() -> None:
     """Equal forms, equal texts; and the text holds no extent of the symbolic dim."""
-    varying = frozenset(ROWS.extents)
+    varying = ROWS.extents
     a, c = pose(program(8), fused(8, 2), varying), pose(program(12), fused(12, 2), varying)
     assert a.text == c.text
     assert form_of(program(8), fused(8, 2), varying) == form_of(program(12), fused(12, 2), varying)
@@ -137,11 +137,50 @@ def test_extents_of_the_symbolic_dim_stay_out_of_the_obligation() -> None:
         block.store(b.accum_sum(b.sum(block.load(x, (None,), fmap=0), 0)), (None,))
         return make_graph([x], [b.sum(x, 0)]), make_graph([x], block.launch())
 
-    varying = frozenset({(0, 0)})
+    varying = {(0, 0): Linear(1, 0)}
     assert pose(*pair(8)).text != pose(*pair(12)).text
     assert pose(*pair(8), varying).text == pose(*pair(12), varying).text
     assert "(Filled" in pose(*pair(8), varying).text
     assert Prover().settle(lambda: pose(*pair(8), varying)).joined
+
+
+def mean(n: int) -> Graph:
+    """Of each column, over the symbolic dim: its size is a number of the formula."""
+    g = KernelGraph("mean")
+    x, w = g.input((n, 6)), g.input((4, n))
+    g.output(g.matmul(w, g.div(x, g.sqrt(g.mean(g.square(x), 0)))))
+    return g.freeze()
+
+
+def mean_in_loop(n: int, through: int = 0) -> Graph:
+    """The same in one kernel; the size asked of x, or (`through` 1) of w: it is one dim."""
+    x, w = b.input_node(0, (n, 6)), b.input_node(1, (4, n))
+    block = BlockBuilder((2,), loop=2)
+    tx, tw = block.load(x, (1,), fmap=0), block.load(w, (None,), fmap=1)
+    power = b.accum_sum(b.sum(b.square(tx), 0))
+    size = b.size((tx, tw)[through], through, SizeScope.FULL)
+    block.store(b.div(b.accum_sum(b.matmul(tw, tx)), b.sqrt(b.div(power, size))), (1,))
+    return make_graph([x, w], block.launch())
+
+
+@pytest.mark.parametrize("through", [0, 1])
+def test_sizes_of_the_symbolic_dim_stay_symbols(through: int) -> None:
+    """One form for many sizes, though the size itself is a number of the formula; a wrong one is
+    not joined.
+    """
+    dim = Dim("n", 2, 4096)
+    family = trace(mean, dim)
+    sizes = (4, 6, 100, 4096)
+    own = [Case(n, mean(n), mean_in_loop(n, through)) for n in sizes]
+    found = verify_family(dim, family.extents, own)
+    assert found.verdict.kind is VerdictKind.PROVED
+    assert len(found.forms) == 1
+    assert found.covers(mean(1000), mean_in_loop(1000, through), 1000, family.extents)
+    x, w = mean(8).inputs
+    columns = b.matmul(w, b.div(x, b.sqrt(b.div(b.sum(b.square(x), 0), b.size(x, 1)))))
+    wrong = make_graph([x, w], [columns])
+    assert not Prover().settle(lambda: pose(mean(8), wrong, family.extents)).joined
+    assert form_of(mean(8), wrong, family.extents) not in found.forms
 
 
 def test_an_obligation_that_cannot_be_posed_is_no_proof() -> None:
@@ -194,6 +233,6 @@ def test_what_the_prover_cannot_join_is_tested_at_named_sizes(
     assert found.verdict.kind is VerdictKind.TESTED
     assert found.tested == sizes
     assert found.verdict.bound == f"fields and floats at rows {', '.join(map(str, sizes))}"
-    varying = frozenset(ROWS.extents)
+    varying = ROWS.extents
     assert found.covers(program(5), fused(5, 1), 5, varying)
     assert not found.covers(program(9), fused(9, 1), 9, varying)

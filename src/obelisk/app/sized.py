@@ -38,6 +38,7 @@ from obelisk.search import (
     replan_one,
     search,
 )
+from obelisk.search.units import VERSION
 from obelisk.verify import Case, FamilyVerdict, Verdict, VerdictKind, Verifier, verify_family
 
 SCHEMA = 1
@@ -182,7 +183,7 @@ class CompiledFamily:
 
     def _reached(self, k: int, program: Graph, graph: Graph, size: int) -> bool:
         """Whether the verdict covers this size; else whether the judges accept it alone."""
-        varying = frozenset(self.family.extents)
+        varying = self.family.extents
         if self.structures[k].verdict.covers(program, graph, size, varying):
             return True
         if (k, size) not in self._alone:
@@ -441,7 +442,9 @@ def _cases(plan: Plan, family: FamilyGraph, sizes: Sequence[int], machine: Machi
 # -- the cache ------------------------------------------------------------------------------------
 def _key_of(family: FamilyGraph, machine: Machine, at: int, budget: float, seed: int) -> CacheKey:
     """Everything that changes the answer."""
-    options = {"family": str(family.dim), "at": at, "seed": seed, "space": Space().key}
+    options = {
+        "family": str(family.dim), "at": at, "seed": seed, "space": Space().key, "units": VERSION,
+    }  # fmt: skip
     compiler = compiler_identity()
     key = cache_key(
         family.at(at),

@@ -11,11 +11,11 @@ proved is tested at the sizes that the verdict names.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from obelisk.base.digest import digest
-from obelisk.ir.family import Dim
+from obelisk.ir.family import Dim, Linear
 from obelisk.ir.graph import Graph
 from obelisk.verify.judge import Verifier
 from obelisk.verify.prove import Obligation, Prover, pose
@@ -24,7 +24,7 @@ from obelisk.verify.verdict import JudgeResult, Verdict, VerdictKind
 
 _TESTED = 6  # sizes of an unproved form that are tested
 
-Dims = frozenset[tuple[int, int]]  # (input, dim)
+Dims = Mapping[tuple[int, int], Linear]  # (input, dim) whose extent varies: its rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,20 @@ def _form(obligation: Obligation) -> str:
 
 def verify_family(
     dim: Dim,
-    varying: Iterable[tuple[int, int]],
+    varying: Dims,
     cases: Sequence[Case],
     *,
     seed: int = 0,
     proof: bool = False,
 ) -> FamilyVerdict:
-    """Judge a candidate at every case; `varying` are the (input, dim) whose extents vary.
+    """Judge a candidate at every case; `varying` is `FamilyGraph.extents`.
 
     Proves each form once. Refuted as soon as one size is; the witness names it. With `proof` the
     answer is unknown as soon as one form is not proved, before anything is tested.
     """
     began = time.perf_counter()
     judges: list[JudgeResult] = []
-    dims = frozenset(varying)
-    groups = _grouped(cases, dims, judges, proof)
+    groups = _grouped(cases, varying, judges, proof)
     open_at = next((m[0].size for ok, m in groups.values() if not ok), None)
     if proof and open_at is not None:
         why = f"not proved at {dim.name} {open_at}"

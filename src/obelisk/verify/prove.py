@@ -13,7 +13,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from obelisk.base.errors import MissingDependency
+from obelisk.ir.family import Linear
 from obelisk.ir.graph import Graph
 from obelisk.verify.rules import program_text
 from obelisk.verify.terms import Goal, Index, Term, Translator, Unprovable, Var, goals
@@ -126,16 +127,17 @@ class Obligation:
 
 
 def pose(
-    program: Graph, candidate: Graph, varying: frozenset[tuple[int, int]] = frozenset()
+    program: Graph, candidate: Graph, varying: Mapping[tuple[int, int], Linear] | None = None
 ) -> Obligation:
-    """The obligation that program and candidate are equal. The extents of digits of the input dims
-    `varying` (input, dim) are kept out of it: only that they are filled is said.
+    """The obligation that program and candidate are equal. The extents of the input dims `varying`
+    (input, dim) are kept out of it: of their digits only that they are filled is said, and sizes of
+    such dims are symbols, positive numbers of which nothing else is known.
 
     Raises `Unprovable` where the graphs have no form for the prover.
     """
-    translator = Translator()
+    translator = Translator(varying)
     wanted = goals(program, candidate, translator)
-    namer = _Namer(translator, wanted, varying)
+    namer = _Namer(translator, wanted)
     names = [(namer.goal(g.at, g.program), namer.goal(g.at, g.candidate)) for g in wanted]
     said = [f"(Goal {k} {a} {b})" for k, (a, b) in enumerate(names)]
     flags = f"; infinite {namer.infinite}, clipped {bool(namer.clipped)}"
@@ -220,9 +222,8 @@ class _Namer:
         self,
         translator: Translator,
         wanted: list[Goal],
-        varying: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
-        self.translator, self.varying = translator, varying
+        self.translator = translator
         self.parent: dict[Key, Key] = {}
         self.role: dict[Var, Key] = {}
         self.lines: list[str] = []
@@ -233,6 +234,7 @@ class _Namer:
         self.clipped: set[str] = set()
         self.role_of: dict[str, Key] = {}
         self.atoms: list[str] = []
+        self.sizes: list[str] = []  # symbols of extents
         self.nested: set[tuple[str, str]] = (
             set()
         )  # a sum over the first set holds one over the second
@@ -246,7 +248,7 @@ class _Namer:
         self._refine(leaves)
         self._roles(leaves)
         self.rank = self._ranks()
-        self.loose = {self._find(k) for k in self.parent if k[:2] in varying}
+        self.loose = {self._find(k) for k in self.parent if k[:2] in translator.varying}
 
     # digits
 
@@ -369,6 +371,9 @@ class _Namer:
         match term.op:
             case "num":
                 return self._put(_number(term.number), frozenset())
+            case "size":
+                self.sizes.append(self._put(f'(Leaf "size {term.name}")', frozenset()))
+                return self.sizes[-1]
             case "neg_inf":
                 self.infinite = True
                 return self._put('(Leaf "-inf")', frozenset())
@@ -513,6 +518,8 @@ class _Namer:
         self._close()
         families = self._families()
         out = [f"(NonZero {name})" for text, name in self.known.items() if '"x' in text[:8]]
+        for name in dict.fromkeys(self.sizes):
+            out += [f"(NonZero {name})", f"(NonNeg {name})"]
         for spelling, digits in self.sets.items():
             out.append(f'(Digits "{spelling}")')
             if digits & self.clipped:

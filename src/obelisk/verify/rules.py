@@ -5,9 +5,9 @@ test evaluates in floats and in the fields. Patterns are S-expressions; lower-ca
 formulas, upper-case `A`, `B`, `C` for sets of index digits that a sum or maximum runs over.
 
 Conditions: `(Indep a A)`: no digit of A occurs in a. `(Union A B C)`: C joins the disjoint A and B.
-`(Extent A n)`: A runs over n
-values, whatever other digits are; `(Filled A)`: over at least one. `(NonNeg a)`: a >= 0 wherever it is defined. `(NonZero a)`: a is
-not the zero formula. All rules are identities of real functions wherever both sides are defined.
+`(Extent A n)`: A runs over n values, whatever other digits are; `(Filled A)`: over at least one.
+`(NonNeg a)`: a >= 0 wherever it is defined. `(NonZero a)`: a is not the zero formula. All rules are
+identities of real functions wherever both sides are defined.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ the numbers that `size` nodes stand for. What has no such form raises `Unprovabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -18,9 +18,10 @@ from math import inf
 
 from obelisk.ir.block import BlockGraph, Reduce, Store, ceil_div, is_ragged, tile_extent
 from obelisk.ir.dims import reshape_groups
+from obelisk.ir.family import Linear
 from obelisk.ir.graph import Graph
 from obelisk.ir.node import Node
-from obelisk.ir.op import LoadAttrs, Op
+from obelisk.ir.op import LoadAttrs, Op, SizeScope
 from obelisk.ir.table import size_value
 from obelisk.verify.constants import meant
 
@@ -87,10 +88,10 @@ class Term:
     """A formula; equality is identity.
 
     Attributes:
-        op: num, neg_inf, in, pos, add, mul, max, inv, exp, sqrt, sum, rmax, prefix_max or fn.
+        op: num, size, neg_inf, in, pos, add, mul, max, inv, exp, sqrt, sum, rmax, prefix_max or fn.
         args: operands.
         number: of a num.
-        name: of a fn.
+        name: of a fn, or what a size is.
         source: number of the input of an in.
         at: where an in, pos or prefix_max reads, one index per dim.
         bound: digits that a sum or rmax runs over.
@@ -169,11 +170,16 @@ class _Scope:
 class Translator:
     """Reads elements of graph values as terms; shared by program and candidate."""
 
-    def __init__(self) -> None:
+    def __init__(self, varying: Mapping[tuple[int, int], Linear] | None = None) -> None:
+        """`varying`: the (input, dim) whose extents are functions of a symbol: their sizes stay
+        symbols.
+        """
+        self.varying = varying or {}
         self.count = 0
         self.memo: dict[object, Term] = {}
         self.extents: dict[tuple[int, int], int] = {}  # of input dims that are read
         self.families: list[tuple[Var, ...]] = []  # digits that share one clipped range
+        self.symbols: dict[str, Term] = {}  # sizes that vary
 
     def var(self, extent: int, clipped: bool = False) -> Var:
         """A fresh digit."""
@@ -239,7 +245,7 @@ class Translator:
             case Op.CONST:
                 return num(node.attrs.value)
             case Op.SIZE:
-                return num(size_value(node))
+                return self._size(node, scope)
             case Op.IOTA:
                 return Term("pos", at=(at[node.attrs.axis],))
             case Op.CAST:
@@ -272,6 +278,24 @@ class Translator:
                 return self._looped(node, at, scope)
         operands = [self.value(i, self._aligned(i, at), scope) for i in node.inputs]
         return _LOWERED[node.op](*operands)
+
+    def _size(self, node: Node, scope: _Scope | None) -> Term:
+        """The number that a size node stands for; a symbol where it is the extent of a dim that
+        varies.
+        """
+        number = size_value(node)
+        (x,), axis = node.inputs, node.attrs.axis
+        place: tuple[int, int] | None = None
+        if scope is None:
+            place = _origin(x, axis)
+        elif node.attrs.scope is SizeScope.FULL and x.op is Op.LOAD:
+            place = _origin(scope.inputs[x.attrs.index], axis)
+        if place is None or place not in self.varying:
+            return num(number)
+        name = self.varying[place].spell("n")
+        if name not in self.symbols:
+            self.symbols[name] = Term("size", name=name)
+        return self.symbols[name]
 
     @staticmethod
     def _aligned(operand: Node, at: Indices) -> Indices:
@@ -528,6 +552,36 @@ class Translator:
                 return self.fold(kind, x.shape[axis] // keep, body, clipped)
         operands = [self._inside(i, self._aligned(i, at), launch, scope) for i in inner.inputs]
         return _LOWERED[inner.op](*operands)
+
+
+def _origin(x: Node, axis: int) -> tuple[int, int] | None:
+    """The input dim that an axis of a kernel-level value is, through operators that keep it."""
+    while x.op is not Op.INPUT:
+        if x.op is Op.TRANSPOSE:
+            x, axis = x.inputs[0], x.attrs.perm[axis]
+            continue
+        if x.op is Op.MATMUL:
+            a, c = x.inputs
+            if axis == x.rank - 1:
+                x, axis = c, c.rank - 1
+            elif axis == x.rank - 2:
+                x, axis = a, a.rank - 2
+            else:
+                return None
+            continue
+        reduced = x.op in (Op.SUM, Op.REDUCE_MAX)
+        if (reduced and x.attrs.axis == axis) or not (
+            reduced or x.op in _LOWERED or x.op is Op.CAST
+        ):
+            return None
+        from_end = axis - x.rank
+        wide = [
+            i for i in x.inputs if i.rank + from_end >= 0 and i.shape[from_end] == x.shape[axis]
+        ]
+        if not wide:
+            return None
+        x, axis = wide[0], wide[0].rank + from_end
+    return x.attrs.index, axis
 
 
 def _short(x: Node, axis: int, scope: _Scope | None) -> bool:
