@@ -67,12 +67,17 @@ class Rounded(Reference):
         self, c: dict[str, Any], tensors: dict[str, Array], form: str = "bf16", pieces: int = 1
     ) -> None:
         super().__init__(c, tensors)
-        self.to, self.pieces = rounder(form), pieces
+        self.to, self.form, self.pieces = rounder(form), form, pieces
 
     def _normed(self, name: str, x: Array, gain: Array) -> Array:
-        """A product of a normed row: the gain before rounding, the root after the product."""
+        """A product of a normed row: the gain before rounding, the root after the product (bf16) or
+        before rounding too (fp16).
+        """
         root = 1 / math.sqrt(float((x * x).mean()) + self.c["rms_norm_eps"])
-        y = self.w[name + ".weight"] @ self.to(x * gain) * root
+        if self.form == "bf16":
+            y = self.w[name + ".weight"] @ self.to(x * gain) * root
+        else:
+            y = self.w[name + ".weight"] @ self.to(x * gain * root)
         bias = self.w.get(name + ".bias")
         return y if bias is None else y + bias
 

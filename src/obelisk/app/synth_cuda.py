@@ -78,7 +78,7 @@ def make_cuda_plan(
             model.layers, work.batch, model.kv_heads, work.context, model.head_dim,
             work.weights.value,
         ),
-        scratch_bytes=8 * emitted.words,
+        scratch_bytes=emitted.exchanged,
         frequencies=tuple(float(f) for f in inverse_frequencies(model.rope, model.head_dim)),
         eos=model.eos,
         tolerance=None,

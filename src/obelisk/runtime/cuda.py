@@ -27,13 +27,14 @@ from obelisk.runtime.timeline import spans_of
 Array = Any
 SLOTS = 8
 SPIN_SECONDS = 5.0
-TAG_END = 1 << 31  # words are cleared before tags could repeat
+TAG_END = 1 << 31  # what blocks exchange is cleared before its numbers could repeat
 _FAULT = 8  # 32-bit fields of a fault
 _POINTERS = (
-    "weights", "keys", "values", "words", "cosines", "sines", "feed", "out", "made", "reason",
+    "weights", "keys", "values", "exchanged", "cosines", "sines", "feed", "out", "made", "reason",
     "position_out", "fault", "trace", "traced", "meet",
 )  # fmt: skip
 _INTS = (
+    "uses",
     "steps",
     "feed_stride",
     "out_stride",
@@ -141,7 +142,7 @@ class CudaSession(Session):
         )
         half = plan.cache.nbytes // 2
         self.key_memory, self.value_memory = self._new(half), self._new(half)
-        self.words = self._new(8 * how["words"])
+        self.exchanged = self._new(how["exchanged"])
         angle = np.outer(
             np.arange(plan.context, dtype=np.float64), np.asarray(plan.frequencies, np.float64)
         )
@@ -150,7 +151,7 @@ class CudaSession(Session):
             device.upload(address, table.astype(np.float32))
         self.small = self._new(4096)
         self.position = np.zeros(plan.batch, np.int32)
-        self.tag = 0
+        self.tag = self.uses = 0
         self.debug = self.keep_logits = False
         self.trace_room = self.withhold = self.steps_done = 0
         self.kernel_seconds = 0.0
@@ -160,6 +161,11 @@ class CudaSession(Session):
         address = self.device.allocate(nbytes)
         self._owned.append(address)
         return address
+
+    def _forget(self) -> None:
+        """Clear what blocks exchanged: the numbers begin anew."""
+        self.device.zero(self.exchanged, self.how["exchanged"])
+        self.tag = self.uses = 0
 
     def close(self) -> None:
         """Give all device memory back; the session must not be used any more."""
@@ -198,7 +204,7 @@ class CudaSession(Session):
         """The logits of the latest step, float32 (batch, vocab); needs `keep_logits`."""
         b, vocab = self.plan.batch, self.plan.vocab
         rows = align(vocab, 16)
-        at = self.words + 8 * self.how["regions"]["logits"]
+        at = self.exchanged + self.how["places"]["logits"]
         pairs = self.device.download(at, (b, rows, 2), np.uint32)
         return np.ascontiguousarray(pairs[:, :vocab, 0]).view(np.float32)
 
@@ -234,8 +240,7 @@ class CudaSession(Session):
         if count < 1:
             return [SlotRun((), "") for _ in work]
         if self.tag + (count + 1) * self.how["tags"] >= TAG_END:
-            device.zero(self.words, 8 * self.how["words"])
-            self.tag = 0
+            self._forget()
         slots = [*work, *[IDLE] * (batch - len(work))]
         feed = np.zeros((batch, max(1, *(len(s.feed) for s in slots))), np.int32)
         for i, s in enumerate(slots):
@@ -254,8 +259,10 @@ class CudaSession(Session):
             call.trace, call.traced = trace, traced
             self.kernel_seconds = self.kernel.run(call)
             self.tag += count * self.how["tags"]
+            self.uses = (self.uses + count * self.plan.layout.layers) % 2
             fault = device.download(self.small, (_FAULT,), np.uint32)
             if fault[0]:
+                self._forget()
                 raise KernelFault(self._waited([int(x) for x in fault]))
             made, reason, reached = device.download(self.small + 256, (3, 16), np.int32)[:, :batch]
             tokens = device.download(out, (batch, room), np.int32)
@@ -276,11 +283,12 @@ class CudaSession(Session):
         """The launch record, but for what differs in place from call to call."""
         random = any(s.sampling.temperature > 0 for s in slots)
         call = CudaLaunch(
-            weights=self.weights, keys=self.key_memory, values=self.value_memory, words=self.words,
-            cosines=self.tables[0], sines=self.tables[1], made=self.small + 256,
-            reason=self.small + 320, position_out=self.small + 384, fault=self.small,
-            meet=self.small + 128, spin_ns=int(self.spin_seconds * 1e9), tag=self.tag, steps=count,
-            stop_count=len(stops), trace_room=self.trace_room,
+            weights=self.weights, keys=self.key_memory, values=self.value_memory,
+            exchanged=self.exchanged, cosines=self.tables[0], sines=self.tables[1],
+            made=self.small + 256, reason=self.small + 320, position_out=self.small + 384,
+            fault=self.small, meet=self.small + 128, spin_ns=int(self.spin_seconds * 1e9),
+            tag=self.tag, uses=self.uses, steps=count, stop_count=len(stops),
+            trace_room=self.trace_room,
             keep_logits=int(self.keep_logits or random), withhold=self.withhold,
         )  # fmt: skip
         for i, s in enumerate(slots):
@@ -297,7 +305,7 @@ class CudaSession(Session):
         where = f"layer {layer}" if layer < self.plan.layout.layers else "the end of the step"
         return (
             f"block {block} (consumer) waited {self.spin_seconds:g} s in step {step}, {where}, for "
-            f"{self.how['waits'][edge]}: expected tag {expected}, saw {seen}"
+            f"{self.how['waits'][edge]}: expected mark {expected}, saw {seen}"
         )
 
 

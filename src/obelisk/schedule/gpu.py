@@ -34,7 +34,7 @@ IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the othe
 class EdgeSync(enum.StrEnum):
     """How a reader knows that what it reads was written."""
 
-    TAGGED = "tagged"  # each 8-byte word carries its step's tag; readers poll the data itself
+    TAGGED = "tagged"  # values carry marks of their step and layer; readers poll the data itself
     BARRIER = "barrier"  # all blocks meet at one counter before the reader starts
 
 
@@ -59,8 +59,8 @@ class GpuTiling:
             shares go round.
         bulk: copies by the copy engine (`cp.async.bulk`); else 16 bytes a lane (`cp.async`).
         barriers: the edges that are kept by a grid barrier as well as by tags.
-        spin_one: a reader that misses words asks for one of them until it is there, then for the
-            others; else for all that are missing, again and again.
+        in_flight_waiting: chunks that may be on their way while the block waits for others, whose
+            values would come later behind more of them.
         rows: rows of a tile; 16 (the tensor cores' m).
     """
 
@@ -76,7 +76,7 @@ class GpuTiling:
     rotate: int = 37
     bulk: bool = True
     barriers: tuple[str, ...] = ()
-    spin_one: bool = True
+    in_flight_waiting: int = 2
     rows: int = TILE_ROWS
 
     @property
@@ -193,7 +193,7 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.blocks} blocks, but only {up_tiles(model)} tiles of gate and up"
     if t.stages < t.warps:
         return f"{t.stages} stages for {t.warps} warps: each warp needs a slot of its own"
-    if t.in_flight > t.stages:
+    if not 1 <= min(t.in_flight, t.in_flight_waiting) <= max(t.in_flight, 1) <= t.stages:
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
     if t.chunk_cols % K_BLOCK or t.rows != TILE_ROWS:
         return f"a chunk of {t.rows} x {t.chunk_cols}: expected 16 rows and a multiple of 32"

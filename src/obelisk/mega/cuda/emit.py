@@ -54,9 +54,9 @@ class EmittedCuda:
         source: CUDA C++.
         layout: where it reads weights.
         tiling, shared: the cut, and the bytes of shared memory it takes.
-        words: 8-byte words that blocks exchange values through, zeroed before the first launch.
-        tags: tags that a step uses; the next launch begins behind them.
-        regions: first word of each exchanged value.
+        exchanged: bytes that blocks exchange values through, zeroed before the first launch.
+        tags: numbers that a step uses; the next launch begins behind them.
+        places: where each exchanged value begins.
         digest: of the source.
     """
 
@@ -64,17 +64,17 @@ class EmittedCuda:
     layout: WeightLayout
     tiling: GpuTiling
     shared: SharedPlan
-    words: int
+    exchanged: int
     tags: int
-    regions: Mapping[str, int]
+    places: Mapping[str, int]
     digest: str
 
     def launch(self) -> dict[str, Any]:
         """What the runtime needs to launch it, for the plan file."""
         return {
             "entry": "obelisk_mega", "blocks": self.tiling.blocks, "threads": self.tiling.threads,
-            "shared": self.shared.dynamic, "words": self.words, "tags": self.tags,
-            "regions": dict(self.regions), "waits": list(WAITS),
+            "shared": self.shared.dynamic, "exchanged": self.exchanged, "tags": self.tags,
+            "places": dict(self.places), "waits": list(WAITS),
         }  # fmt: skip
 
 
@@ -96,22 +96,24 @@ def shares(model: ModelConfig, t: GpuTiling) -> dict[str, tuple[int, ...]]:
     return {k: cuts(units[k], t.blocks) for k in KINDS}
 
 
-def _regions(model: ModelConfig, work: Workload, t: GpuTiling) -> tuple[dict[str, int], int]:
+def _places(model: ModelConfig, work: Workload, t: GpuTiling) -> tuple[dict[str, int], int]:
+    """Where each exchanged value begins, in bytes, and how many there are in all."""
     b, rows = work.batch, align(model.hidden, TILE_ROWS)
     sizes = {
-        "qkv": b * (model.heads + 2 * model.kv_heads) * model.head_dim,
-        "part": b * model.heads * t.kv_pieces * (model.head_dim // 2 + 2),
-        "o": t.o_split * b * rows,
-        "down": 2 * t.down_split * b * rows,
-        "act": b * k_padded(model.ffn) // 2,
-        "best": b * t.blocks * 2,
-        "token": 2 * b,
-        "logits": b * tile_count(model.vocab) * TILE_ROWS,
+        "qkv": 4 * b * (model.heads + 2 * model.kv_heads) * model.head_dim,
+        "part": 2 * b * model.heads * t.kv_pieces * model.head_dim,
+        "mass": 4 * b * model.heads * align(t.kv_pieces, 4),
+        "o": 4 * t.o_split * b * rows,
+        "down": 8 * t.down_split * b * rows,
+        "act": 2 * b * k_padded(model.ffn),
+        "best": 16 * b * t.blocks,
+        "token": 16 * b,
+        "logits": 8 * b * tile_count(model.vocab) * TILE_ROWS,
     }
     out, at = {}, 0
     for name, size in sizes.items():
         out[name] = at
-        at += align(size, 16)
+        at += align(size, 128)
     return out, at
 
 
@@ -159,7 +161,7 @@ def _window(model: ModelConfig, t: GpuTiling) -> int:
 
 def _defines(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine, layout: WeightLayout,
-    plan: SharedPlan, regions: Mapping[str, int],
+    plan: SharedPlan, places: Mapping[str, int],
 ) -> list[str]:  # fmt: skip
     batch2 = 1 << (work.batch - 1).bit_length()
     hidden = tile_count(model.hidden)
@@ -172,8 +174,10 @@ def _defines(
         "TRY_WAIT": int(_capability(machine) >= 90), "SLOTS": SLOTS,
         "BATCH": work.batch, "BATCH2": batch2, "BLOCKS": t.blocks, "WARPS": t.warps,
         "LOADERS": 1 if t.bulk else t.loader_warps, "STAGES": t.stages, "FLIGHT": t.in_flight,
-        "CHUNK": t.chunk_bytes, "SPIN_ONE": int(t.spin_one), "WINDOW": _window(model, t),
-        "ROTATE": t.rotate % t.blocks, "PIECES": t.kv_pieces, "O_SPLIT": t.o_split, "DOWN_SPLIT": t.down_split,
+        "CHUNK": t.chunk_bytes, "FLIGHT_WAITING": min(t.in_flight, t.in_flight_waiting),
+        "WINDOW": _window(model, t),
+        "ROTATE": t.rotate % t.blocks, "PIECES": t.kv_pieces,
+        "O_SPLIT": t.o_split, "DOWN_SPLIT": t.down_split,
         "LAYERS": model.layers, "HIDDEN": model.hidden, "HIDDEN_ROWS": hidden * TILE_ROWS,
         "HIDDEN_TILES": hidden, "HIDDEN_K": k_padded(model.hidden) // 32,
         "Q_K": k_padded(model.q_width) // 32, "FFN_K": k_padded(model.ffn) // 32,
@@ -188,7 +192,7 @@ def _defines(
         "AT_SUMS": plan.inputs, "AT_RESIDUAL": plan.inputs + plan.sums,
         "AT_RING": plan.inputs + plan.sums + plan.residual, "RESIDUAL_ROWS": kept,
         **_weights(layout),
-        **{f"WORDS_{n.upper()}": at for n, at in regions.items()},
+        **{f"PLACE_{n.upper()}": at for n, at in places.items()},
         **{k.upper(): i for i, k in enumerate(KINDS)},
         **{f"SPAN_{n.upper()}": i for i, n in enumerate(SPANS)},
         **{f"EDGE_{n.upper()}": i for i, n in enumerate(WAITS)},
@@ -221,7 +225,7 @@ def emit_cuda(
     if faults:
         raise InternalError(f"the exchange of values is unsafe: {faults[0]}")
     plan = shared_plan(model, work, tiling)
-    regions, words = _regions(model, work, tiling)
+    places, exchanged = _places(model, work, tiling)
     title = (
         f"/* Decode steps of {model.family} ({model.layers} layers, hidden {model.hidden}), batch "
         f"{work.batch}, context {work.context}, {work.weights}; {tiling.blocks} blocks, "
@@ -229,10 +233,10 @@ def emit_cuda(
     )
     runtime = files("obelisk.mega.cuda").joinpath("runtime")
     parts = [
-        title, *_defines(model, work, tiling, machine, layout, plan, regions), *_table(table),
+        title, *_defines(model, work, tiling, machine, layout, plan, places), *_table(table),
         *(runtime.joinpath(n).read_text(encoding="utf-8") for n in TEXTS),
     ]  # fmt: skip
     source = "\n".join(parts) + "\n"
     return EmittedCuda(
-        source, layout, tiling, plan, words, model.layers + 1, regions, digest("mega", source)
+        source, layout, tiling, plan, exchanged, model.layers + 1, places, digest("mega", source)
     )

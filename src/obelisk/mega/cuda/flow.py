@@ -1,13 +1,13 @@
 """The judge of how blocks hand values to each other, from the table of shares alone.
 
 Takes the sizes and the table that the kernel is emitted with; gives a list of faults, empty when
-the exchange is safe. In the kernel a reader waits for the words that it wants by their tags, so a read
-after its write needs no proof; what needs one is everything else:
+the exchange is safe. In the kernel a reader waits for the values that it wants by their marks, so a
+read after its write needs no proof; what needs one is everything else:
 
-1. Completeness: the shares of a product are exactly its units, each once, and every word that is
+1. Completeness: the shares of a product are exactly its units, each once, and every value that is
    read is written by somebody in the same generation (or its reader would wait for ever).
 2. Reuse: a buffer is written anew only when every reader of what it held is known, through the
-   tags it has itself waited for, to have finished.
+   marks it has itself waited for, to have finished.
 3. The cache: a piece of a layer is taken by the same block in every step.
 
 Happens-before is decided with vector clocks over two steps in a row, layers cut to two or three (of

@@ -85,14 +85,14 @@ def cuda_layout(model: ModelConfig, form: WeightFormat) -> WeightLayout:
     whole.matrix("embed", h, RowBlock((EMBED,), 0, model.vocab))
     if not model.tied:
         whole.matrix("head", h, RowBlock((HEAD,), 0, model.vocab))
-    whole.vector("norm_final", RowBlock((FINAL_NORM,), 0, h))
+    tail = align(h, TILE_ROWS) - h
+    whole.vector("norm_final", RowBlock((FINAL_NORM,), 0, h, 0, tail))
     layer.matrix("qkv", h, *_qkv(model, "weight"))
     layer.matrix("o", model.q_width, RowBlock((a + "o_proj.weight",), 0, h))
     layer.matrix("up", h, RowBlock((m + "gate_proj.weight", m + "up_proj.weight"), 0, f, HALF))
     layer.matrix("down", f, RowBlock((m + "down_proj.weight",), 0, h))
-    tail = align(h, TILE_ROWS) - h
-    layer.vector("norm_in", RowBlock((LAYER + "input_layernorm.weight",), 0, h))
-    layer.vector("norm_mid", RowBlock((LAYER + "post_attention_layernorm.weight",), 0, h))
+    layer.vector("norm_in", RowBlock((LAYER + "input_layernorm.weight",), 0, h, 0, tail))
+    layer.vector("norm_mid", RowBlock((LAYER + "post_attention_layernorm.weight",), 0, h, 0, tail))
     if model.qkv_bias:
         rows = (model.heads + 2 * model.kv_heads) * model.head_dim
         *most, end = _qkv(model, "bias")

@@ -7,7 +7,7 @@
  */
 #define OM_POS_WARP (32 / OM_LANES_POS) /* positions that a warp takes side by side */
 #define OM_STRIDE_POS (OM_WARPS * OM_POS_WARP)
-#define OM_AHEAD (OM_GROUP > OM_HEADS_AT ? 2 : 4) /* positions of a lane in flight */
+#define OM_AHEAD (OM_GROUP > OM_HEADS_AT ? 2 : 3) /* positions of a lane in flight */
 #define OM_ROWS_QKV (OM_GROUP + 2)
 #define OM_TURNS ((OM_HEAD_DIM / 2 + 31) / 32)
 
@@ -87,21 +87,21 @@ __device__ __forceinline__ void om_fold(om_softmax &a, const float (&q)[OM_HEADS
   }
 }
 
-__device__ __forceinline__ void om_attend_item(om_state &s, int item, const u64 *qkv, u64 *parts, u32 tag, const float *q_gain,
-                                               const float *k_gain) {
+__device__ __forceinline__ void om_attend_item(om_state &s, int item, const char *qkv, char *pieces, char *masses, u32 mark, u32 use,
+                                               const float *q_gain, const float *k_gain) {
   const om_launch *p = s.p;
   const int slot = item / (OM_KV_HEADS * OM_PIECES), head = item / OM_PIECES % OM_KV_HEADS, piece = item % OM_PIECES;
   const int me = s.thread(), warp = me / 32, lane = me % 32;
   const int length = om_active(p, slot, s.step) ? p->position[slot] + s.step + 1 : 0;
   const int wide = om_wide(length);
   const int lo = piece * wide, hi = min(length, lo + wide);
-  u64 *const out = parts + (((size_t)slot * OM_HEADS + head * OM_GROUP) * OM_PIECES + piece) * OM_PART;
-  constexpr int HEAD_WORDS = OM_PIECES * OM_PART;
+  const size_t first = (size_t)slot * OM_HEADS + head * OM_GROUP; /* of the group's query heads */
+  char *const out = pieces + (first * OM_PIECES + piece) * (OM_HEAD_DIM * 2);
+  char *const mass_out = masses + (first * OM_PIECES4 + piece) * 4;
   if (hi <= lo) {
-    for (int i = me; i < OM_GROUP * (OM_PART / 2); i += OM_THREADS) {
-      const int at = i % (OM_PART / 2) * 2;
-      om_put2(out + i / (OM_PART / 2) * HEAD_WORDS + at, at == OM_HEAD_DIM / 2 ? 0xff800000u : 0, 0, tag);
-    }
+    for (int i = me; i < OM_GROUP * (OM_HEAD_DIM / 8); i += OM_THREADS)
+      om_put_eight(out + i / (OM_HEAD_DIM / 8) * (OM_PIECES * OM_HEAD_DIM * 2) + i % (OM_HEAD_DIM / 8) * 16, 0, 0, 0, 0, use);
+    for (int i = me; i < OM_GROUP; i += OM_THREADS) om_put_single(mass_out + i * (OM_PIECES4 * 4), -OM_INFINITY, mark);
     return;
   }
   const bool fresh = hi == length;
@@ -137,17 +137,19 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const u64 
     }
   }
   om_sync(); /* the memory of the inputs is free */
-  const int pairs = (fresh ? OM_ROWS_QKV : OM_GROUP) * (OM_HEAD_DIM / 2);
-  const u64 *const from = qkv + (size_t)slot * OM_QKV_ROWS + head * (OM_ROWS_QKV * OM_HEAD_DIM);
-  for (int base = me; base < pairs; base += 4 * OM_THREADS) {
-    uint4 w[4];
-    om_take<4>(s, from + 2 * base, 2 * OM_THREADS, (pairs - base + OM_THREADS - 1) / OM_THREADS, tag, OM_EDGE_QKV, w);
+  const int quads = (fresh ? OM_ROWS_QKV : OM_GROUP) * (OM_HEAD_DIM / 4);
+  const char *const from = qkv + ((size_t)slot * OM_QKV_ROWS + head * (OM_ROWS_QKV * OM_HEAD_DIM)) * 4;
+  om_waiting(s, 1);
+  for (int base = me; base < quads; base += 2 * OM_THREADS) {
+    const char *const at[2] = {from + base * 16, base + OM_THREADS < quads ? from + (base + OM_THREADS) * 16 : nullptr};
+    uint4 w[2];
+    om_read<2, true>(s, at, mark, OM_EDGE_QKV, w);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (base + i * OM_THREADS < pairs)
-        *(float2 *)(raw + 2 * (base + i * OM_THREADS)) = make_float2(__uint_as_float(w[i].x), __uint_as_float(w[i].z));
+    for (int i = 0; i < 2; i++)
+      if (at[i]) *(uint4 *)(raw + 4 * (base + i * OM_THREADS)) = make_uint4(w[i].x & ~7u, w[i].y & ~7u, w[i].z & ~7u, w[i].w & ~7u);
   }
   om_sync();
+  om_waiting(s, 0);
   for (int h = warp; h < (fresh ? OM_ROWS_QKV : OM_GROUP); h += OM_WARPS) {
     float *const x = raw + h * OM_HEAD_DIM;
     char *const cache = (h == OM_GROUP ? keys : values) + (size_t)(length - 1) * OM_HEAD_DIM * 2;
@@ -196,11 +198,13 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const u64 
 #pragma unroll
     for (int h = 0; h < OM_HEADS_AT; h++) {
       a.top[h] = -OM_INFINITY, a.mass[h] = 0.0f;
+      const bool in = mine && chunk + h < OM_GROUP;
+      const float4 *const from = (const float4 *)(raw + (chunk + h) * OM_HEAD_DIM + dims);
+      const float4 lo = in ? from[0] : make_float4(0, 0, 0, 0), hi = in ? from[1] : make_float4(0, 0, 0, 0);
+      q[h][0] = lo.x, q[h][1] = lo.y, q[h][2] = lo.z, q[h][3] = lo.w;
+      q[h][4] = hi.x, q[h][5] = hi.y, q[h][6] = hi.z, q[h][7] = hi.w;
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        a.sum[h][i] = 0.0f;
-        q[h][i] = mine && chunk + h < OM_GROUP ? raw[(chunk + h) * OM_HEAD_DIM + dims + i] : 0.0f;
-      }
+      for (int i = 0; i < 8; i++) a.sum[h][i] = 0.0f;
     }
     if (chunk > 0) {
 #pragma unroll
@@ -256,38 +260,32 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const u64 
       if (lane == 0) to[OM_HEAD_DIM] = a.top[h], to[OM_HEAD_DIM + 1] = a.mass[h];
     }
     om_sync();
-    constexpr int SLICE = OM_PART / 2; /* pairs of words of a piece; the last holds the mass */
-    for (int i = me / 2; i < OM_HEADS_AT * SLICE; i += OM_THREADS / 2) { /* two lanes share the warps */
-      const int h = i / SLICE, at = i % SLICE * 4, half = me % 2;
-      const u32 team = __activemask();
-      const float *const first = merged + h * (OM_HEAD_DIM + 2);
-      constexpr int NEXT = OM_HEADS_AT * (OM_HEAD_DIM + 2);
-      float top = -OM_INFINITY, mass = 0.0f;
-      float2 a = make_float2(0.0f, 0.0f), b = a;
+    constexpr int EIGHTS = OM_HEAD_DIM / 8, NEXT = OM_HEADS_AT * (OM_HEAD_DIM + 2);
+    for (int i = me / OM_WARPS; i < (OM_HEADS_AT * EIGHTS + 32 / OM_WARPS - 1) / (32 / OM_WARPS) * (32 / OM_WARPS); i += 32) { /* a lane for each warp's sums */
+      const int h = min(i / EIGHTS, OM_HEADS_AT - 1), at = i % EIGHTS * 8;
+      const float *const x = merged + me % OM_WARPS * NEXT + h * (OM_HEAD_DIM + 2);
+      const float2 m = *(const float2 *)(x + OM_HEAD_DIM);
+      float top = m.x;
 #pragma unroll
-      for (int w = 0; w < OM_WARPS; w++) top = fmaxf(top, first[w * NEXT + OM_HEAD_DIM]);
+      for (int d = 1; d < OM_WARPS; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+      const float f = om_exp2(m.x - top);
+      float mass = f * m.y, sum[8];
 #pragma unroll
-      for (int w = 0; w < OM_WARPS / 2; w++) {
-        const float *const x = first + (half * (OM_WARPS / 2) + w) * NEXT;
-        const float2 m = *(const float2 *)(x + OM_HEAD_DIM);
-        const float f = om_exp2(m.x - top);
-        mass += f * m.y;
-        if (at < OM_HEAD_DIM) {
-          const float2 c = *(const float2 *)(x + at), d = *(const float2 *)(x + at + 2);
-          a.x += f * c.x, a.y += f * c.y, b.x += f * d.x, b.y += f * d.y;
-        }
+      for (int j = 0; j < 8; j += 2) {
+        const float2 t = *(const float2 *)(x + at + j);
+        sum[j] = f * t.x, sum[j + 1] = f * t.y;
       }
-      mass += __shfl_xor_sync(team, mass, 1);
-      a.x += __shfl_xor_sync(team, a.x, 1), a.y += __shfl_xor_sync(team, a.y, 1);
-      b.x += __shfl_xor_sync(team, b.x, 1), b.y += __shfl_xor_sync(team, b.y, 1);
-      if (half || chunk + h >= OM_GROUP) continue;
-      u64 *const to = out + (chunk + h) * HEAD_WORDS + at / 2;
-      if (at < OM_HEAD_DIM) {
-        const float r = 1.0f / mass;
-        om_put2(to, om_pack(a.x * r, a.y * r), om_pack(b.x * r, b.y * r), tag);
-      } else {
-        om_put2(to, __float_as_uint(top + log2f(mass)), 0, tag);
+#pragma unroll
+      for (int d = 1; d < OM_WARPS; d *= 2) {
+        mass += __shfl_xor_sync(~0u, mass, d);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum[j] += __shfl_xor_sync(~0u, sum[j], d);
       }
+      if (me % OM_WARPS || i >= OM_HEADS_AT * EIGHTS || chunk + h >= OM_GROUP) continue;
+      const float r = 1.0f / mass;
+      om_put_eight(out + (chunk + h) * (OM_PIECES * OM_HEAD_DIM * 2) + at * 2, om_pack(sum[0] * r, sum[1] * r),
+                   om_pack(sum[2] * r, sum[3] * r), om_pack(sum[4] * r, sum[5] * r), om_pack(sum[6] * r, sum[7] * r), use);
+      if (at == 0) om_put_single(mass_out + (chunk + h) * (OM_PIECES4 * 4), top + log2f(mass), mark);
     }
     om_sync();
   }

@@ -1,9 +1,13 @@
-/* What everything below uses: types, the launch record, tagged words, bounded waits.
+/* What everything below uses: types, the launch record, marked values, bounded waits.
  *
- * Values that cross blocks travel in 8-byte words: a payload (one fp32, or two 16-bit numbers) and the tag of the step
- * and layer that it belongs to. Eight bytes are written and read in one access, so a reader that finds the tag has the
- * payload: the data is its own flag, and no fence or counter is needed. Tags only grow, so a stale word never matches.
- * The buffers are reused layer after layer; mega/cuda/flow.py says why that is safe and checks it.
+ * Values that cross blocks carry a mark: fp32 the low three bits of the number of their step and layer, in their last
+ * three bits; eight 16-bit numbers one bit of how often their buffer was used, in the last bit of the eighth. A reader looks
+ * again until the mark is the one it wants: the data is its own flag, and no fence or counter is needed. Every use of a
+ * buffer writes all of it, with a mark that differs from the use before, and buffers begin as zeros, which is no first
+ * mark: so an old value is never taken for a new one. That a buffer is not written while it may still be read is a matter
+ * of the schedule: mega/cuda/flow.py judges it.
+ *
+ * What is not written in every layer (best logits, drawn tokens, logits) travels in 8-byte words with the whole number.
  */
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -16,7 +20,7 @@ struct om_fault { /* zeroed before a launch; `code` 1: a wait exceeded its limit
 struct om_launch {
   const char *weights;
   char *keys, *values;
-  u64 *words;
+  char *values_between; /* what blocks exchange */
   const float *cosines, *sines;
   const int *feed;
   int *out, *made, *reason, *position_out;
@@ -26,7 +30,7 @@ struct om_launch {
   u32 *meet;
   u64 spin_ns;
   u32 tag;
-  int steps, feed_stride, out_stride, stop_count, trace_room, keep_logits, withhold;
+  int uses, steps, feed_stride, out_stride, stop_count, trace_room, keep_logits, withhold;
   int feed_length[OM_SLOTS], want[OM_SLOTS], position[OM_SLOTS], planned[OM_SLOTS], top_k[OM_SLOTS];
   float temperature[OM_SLOTS], top_p[OM_SLOTS];
   u64 seed[OM_SLOTS];
@@ -35,7 +39,7 @@ struct om_launch {
 
 #define OM_BLOCK 1024 /* bytes of 16 rows by 32 columns */
 #define OM_THREADS (32 * OM_WARPS) /* consumers */
-#define OM_PART (OM_HEAD_DIM / 2 + 2) /* words of a piece of a head: pairs, log of the mass, nothing */
+#define OM_PIECES4 ((OM_PIECES + 3) / 4 * 4)
 #define OM_ITEMS (OM_BATCH * OM_KV_HEADS * OM_PIECES)
 #define OM_LANES_POS (OM_HEAD_DIM > 128 ? 32 : OM_HEAD_DIM > 64 ? 16 : OM_HEAD_DIM > 32 ? 8 : OM_HEAD_DIM > 16 ? 4 : \
                       OM_HEAD_DIM > 8 ? 2 : 1) /* lanes of one position */
@@ -66,7 +70,7 @@ struct om_shared {
   float best[OM_WARPS][OM_BATCH];
   int best_id[OM_WARPS][OM_BATCH];
   int token[OM_BATCH], made[OM_BATCH], done[OM_BATCH], reached[OM_BATCH];
-  int dead, traced;
+  int dead, traced, waiting;
 };
 __shared__ __align__(16) om_shared om;
 extern __shared__ __align__(128) char om_memory[];
@@ -104,7 +108,7 @@ __device__ __forceinline__ float om_exp2(float x) {
   return r;
 }
 
-/* ---- tagged words ---- */
+/* ---- words ---- */
 __device__ __forceinline__ void om_put(u64 *at, u32 a, u32 tag) {
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"((u64)tag << 32 | a) : "memory");
 }
@@ -123,6 +127,26 @@ __device__ __forceinline__ uint4 om_peek2(const u64 *at) { /* payload, tag, payl
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
   return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
 }
+
+/* ---- marked values ---- */
+__device__ __forceinline__ uint4 om_look(const void *at) { /* 16 bytes in one access */
+  u64 a, b;
+  asm volatile("{.reg .b128 q; ld.relaxed.gpu.global.b128 q, [%2]; mov.b128 {%0, %1}, q;}" : "=l"(a), "=l"(b) : "l"(at) : "memory");
+  return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
+}
+__device__ __forceinline__ void om_put_single(void *at, float v, u32 mark) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"((__float_as_uint(v) & ~7u) | mark) : "memory");
+}
+__device__ __forceinline__ bool om_singles(const uint4 &w, u32 mark) { /* four fp32, all of this mark */
+  return (((w.x ^ mark) | (w.y ^ mark) | (w.z ^ mark) | (w.w ^ mark)) & 7) == 0;
+}
+__device__ __forceinline__ void om_put_eight(void *at, u32 a, u32 b, u32 c, u32 d, u32 mark) {
+  d = (d & ~0x10000u) | mark << 16;
+  asm volatile("{.reg .b128 q; mov.b128 q, {%1, %2}; st.relaxed.gpu.global.b128 [%0], q;}" ::"l"(at), "l"((u64)b << 32 | a),
+               "l"((u64)d << 32 | c)
+               : "memory");
+}
+__device__ __forceinline__ bool om_eights(const uint4 &w, u32 mark) { return (w.w >> 16 & 1) == mark; }
 
 /* One failed look at a word, now and then. True when waiting is over: the limit is exceeded, or another block has
  * stopped. The first to exceed it reports; everyone then runs to the end without waiting, and the host raises the error. */
@@ -149,9 +173,7 @@ struct om_patience {
   }
 };
 
-/* N pairs of words, `stride` words apart, all wanted with `tag`; pairs from `count` on are not read and are zero. What is
- * missing at the first look is asked for again: the first missing pair alone until it is there (the others would only
- * load the way to memory), then all that are missing. */
+/* N pairs of words, `stride` words apart, all wanted with `tag`; those from `count` on are not read and are zero. */
 template <int N>
 __device__ __forceinline__ void om_take(const om_state &s, const u64 *at, int stride, int count, u32 tag, int edge,
                                         uint4 (&w)[N]) {
@@ -159,21 +181,34 @@ __device__ __forceinline__ void om_take(const om_state &s, const u64 *at, int st
   for (int i = 0; i < N; i++) w[i] = i < count ? om_peek2(at + (size_t)i * stride) : make_uint4(0, tag, 0, tag);
   om_patience wait;
   for (;;) {
-    int missing = -1;
     u32 seen = tag;
 #pragma unroll
-    for (int i = N - 1; i >= 0; i--)
-      if (w[i].y != tag || w[i].w != tag) missing = i, seen = w[i].y != tag ? w[i].y : w[i].w;
-    if (missing < 0 || wait.over(s, edge, tag, seen)) return;
-#if OM_SPIN_ONE
-    for (const u64 *const one = at + (size_t)missing * stride;;) {
-      const uint4 x = om_peek2(one);
-      if ((x.y == tag && x.w == tag) || wait.over(s, edge, tag, x.y)) break;
-    }
-#endif
+    for (int i = 0; i < N; i++)
+      if (w[i].y != tag || w[i].w != tag) seen = w[i].y != tag ? w[i].y : w[i].w;
+    if (seen == tag || wait.over(s, edge, tag, seen)) return;
 #pragma unroll
     for (int i = 0; i < N; i++)
       if (w[i].y != tag || w[i].w != tag) w[i] = om_peek2(at + (size_t)i * stride);
+  }
+}
+
+/* N times four fp32 (SINGLE) or eight 16-bit numbers from at[i] (null: zeros), all wanted with `mark`: what is missing is
+ * looked at again. */
+template <int N, bool SINGLE>
+__device__ __forceinline__ void om_read(const om_state &s, const char *const (&at)[N], u32 mark, int edge, uint4 (&w)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) w[i] = at[i] ? om_look(at[i]) : make_uint4(0, 0, 0, 0);
+  om_patience wait;
+  for (;;) {
+    bool missing = false;
+    u32 seen = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (at[i] && !(SINGLE ? om_singles(w[i], mark) : om_eights(w[i], mark))) missing = true, seen = SINGLE ? w[i].w & 7 : w[i].w >> 16 & 1;
+    if (!missing || wait.over(s, edge, mark, seen)) return;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (at[i] && !(SINGLE ? om_singles(w[i], mark) : om_eights(w[i], mark))) w[i] = om_look(at[i]);
   }
 }
 

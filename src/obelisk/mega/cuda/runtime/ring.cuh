@@ -41,17 +41,20 @@ __device__ __forceinline__ bool om_has_head(const om_launch *p, int step) {
 
 struct om_loader {
   u32 ring, full, empty; /* shared addresses */
-  u32 slot, parity, behind, behind_parity, issued;
+  u32 slot, parity, behind, behind_parity, flying;
   u64 policy;
   int lane;
 
   __device__ __forceinline__ void copy(const char *from, u32 bytes) {
     om_wait(empty + 8 * slot, parity);
-    if (OM_FLIGHT < OM_STAGES && issued >= OM_FLIGHT) {
+    u32 limit = OM_FLIGHT;
+    if (OM_FLIGHT_WAITING < OM_FLIGHT && *(volatile int *)&om.waiting) limit = OM_FLIGHT_WAITING;
+    while (flying >= limit) {
       om_wait(full + 8 * behind, behind_parity);
       if (++behind == OM_STAGES) behind = 0, behind_parity ^= 1;
+      flying--;
     }
-    issued++;
+    flying++;
     const u32 to = ring + slot * OM_CHUNK, bar = full + 8 * slot;
 #if OM_BULK
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
@@ -87,7 +90,7 @@ __device__ __forceinline__ void om_prefetch(const char *at, int bytes, int block
 __device__ __forceinline__ void om_load(const om_launch *p, int block, int lane) {
   om_loader r;
   r.ring = om_address(om_memory) + OM_AT_RING, r.full = om_address(om.full), r.empty = om_address(om.empty);
-  r.slot = 0, r.parity = 1, r.behind = 0, r.behind_parity = 0, r.issued = 0, r.lane = lane, r.policy = 0;
+  r.slot = 0, r.parity = 1, r.behind = 0, r.behind_parity = 0, r.flying = 0, r.lane = lane, r.policy = 0;
 #if OM_BULK
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r.policy));
 #endif

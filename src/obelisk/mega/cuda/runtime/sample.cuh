@@ -115,13 +115,13 @@ __device__ __noinline__ int om_draw(const om_state s, const u64 *row, int slot, 
 }
 
 /* The end of a step: every block learns the next step's tokens; block 0 keeps the account. */
-__device__ __forceinline__ void om_next(om_state &s, u64 *words, u32 tag) {
+__device__ __forceinline__ void om_next(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
   const int slot = s.warp();
   for (int b = 0; b < OM_BATCH; b++)
     if (b % OM_BLOCKS == s.block() && om_chooses(p, b, s.step) && p->temperature[b] > 0.0f) {
-      const int id = om_draw(s, words + OM_WORDS_LOGITS + (size_t)b * (OM_VOCAB_TILES * 16), b, tag);
-      if (s.warp() == 0 && s.lane() == 0) om_put(words + OM_WORDS_TOKEN + 2 * b, id, tag);
+      const int id = om_draw(s, (u64 *)(between + OM_PLACE_LOGITS) + (size_t)b * (OM_VOCAB_TILES * 16), b, tag);
+      if (s.warp() == 0 && s.lane() == 0) om_put((u64 *)(between + OM_PLACE_TOKEN) + 2 * b, id, tag);
     }
   om_sync();
   if (slot < OM_BATCH) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void om_next(om_state &s, u64 *words, u32 tag) {
       om_patience wait;
       u64 w;
       for (;;) {
-        w = om_peek(words + OM_WORDS_TOKEN + 2 * slot);
+        w = om_peek((u64 *)(between + OM_PLACE_TOKEN) + 2 * slot);
         if ((u32)(w >> 32) == tag || wait.over(s, OM_EDGE_TOKEN, tag, (u32)(w >> 32))) break;
       }
       id = (int)(u32)w;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void om_next(om_state &s, u64 *words, u32 tag) {
       float top = -OM_INFINITY;
       constexpr int EACH = (OM_BLOCKS + 31) / 32;
       uint4 w[EACH];
-      om_take<EACH>(s, words + OM_WORDS_BEST + ((size_t)slot * OM_BLOCKS + s.lane()) * 2, 64,
+      om_take<EACH>(s, (u64 *)(between + OM_PLACE_BEST) + ((size_t)slot * OM_BLOCKS + s.lane()) * 2, 64,
                     (OM_BLOCKS - s.lane() + 31) / 32, tag, OM_EDGE_HEAD, w);
       id = 0x7fffffff;
 #pragma unroll

@@ -10,7 +10,7 @@ __device__ __forceinline__ void om_own(int kind, int turn, int &from, int &to) {
 
 /* Units of a product that ends in the residual stream, part by part: `fill(part)` makes the inputs. */
 template <int KIND, int BLOCKS_K, class Fill>
-__device__ __forceinline__ void om_residual_product(om_state &s, u64 *words, const float *bias, int kept, u32 tag, int kind,
+__device__ __forceinline__ void om_residual_product(om_state &s, char *values, const float *bias, int kept, u32 mark, int kind,
                                                     const Fill &fill) {
   const int begin = om_share(KIND, s.turn), end = om_share(KIND, s.turn + 1);
   for (int u = begin; u < end;) {
@@ -18,7 +18,7 @@ __device__ __forceinline__ void om_residual_product(om_state &s, u64 *words, con
     const u64 t0 = om_stamp(s);
     fill(part);
     const u64 t1 = om_span(s, kind - 1, t0);
-    om_out_residual out{{s, words + (size_t)part * OM_BATCH * OM_HIDDEN_ROWS, part ? nullptr : bias, u - part * OM_HIDDEN_TILES, tag},
+    om_out_residual out{{s, values + (size_t)part * (OM_BATCH * OM_HIDDEN_ROWS * 4), part ? nullptr : bias, u - part * OM_HIDDEN_TILES, mark},
                         part ? nullptr : (const float *)(om_memory + OM_AT_RESIDUAL), kept};
     om_product<BLOCKS_K>(s, stop - u, out);
     om_span(s, kind, t1);
@@ -28,60 +28,63 @@ __device__ __forceinline__ void om_residual_product(om_state &s, u64 *words, con
 
 #define OM_EDGE_DONE(barrier, edge) if (barrier) om_meet(s, edge)
 
-__device__ __forceinline__ void om_layer(om_state &s, u64 *words, u32 tag) {
+#define OM_STREAM_BYTES (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS * 4) /* of what the down projection writes */
+
+__device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
-  u64 *const qkv = words + OM_WORDS_QKV, *const parts = words + OM_WORDS_PART, *const o = words + OM_WORDS_O;
-  u64 *const act = words + OM_WORDS_ACT;
-  u64 *const down = words + OM_WORDS_DOWN + (size_t)(s.layer & 1) * (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS);
-  const u64 *const before = words + OM_WORDS_DOWN + (size_t)(~s.layer & 1) * (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS);
+  const u32 mark = tag & 7, use = (p->uses + s.step * OM_LAYERS + s.layer + 1) & 1;
+  char *const qkv = between + OM_PLACE_QKV, *const pieces = between + OM_PLACE_PART, *const masses = between + OM_PLACE_MASS;
+  char *const o = between + OM_PLACE_O, *const act = between + OM_PLACE_ACT;
+  char *const down = between + OM_PLACE_DOWN + (s.layer & 1) * OM_STREAM_BYTES;
+  const char *const before = between + OM_PLACE_DOWN + (~s.layer & 1) * OM_STREAM_BYTES;
   int from, to;
   u64 t = om_stamp(s);
   om_own(OM_O, s.turn, from, to);
   const float *gain = om_vector(p, s.layer, OM_AT_NORM_IN);
   float2 root = s.layer == 0 ? om_fill_norm<1, true>(s, before, 0, 0, gain, from, to)
-                            : om_fill_norm<OM_DOWN_SPLIT, false>(s, before, tag - 1, OM_EDGE_DOWN, gain, from, to);
+                            : om_fill_norm<OM_DOWN_SPLIT, false>(s, before, (tag - 1) & 7, OM_EDGE_DOWN, gain, from, to);
   t = om_span(s, OM_SPAN_NORM_IN, t);
   {
     const int first = om_share(OM_QKV, s.turn);
-    om_out_qkv out{{s, qkv, om_vector(p, s.layer, OM_AT_QKV_BIAS), first, tag}, root};
+    om_out_qkv out{{s, qkv, om_vector(p, s.layer, OM_AT_QKV_BIAS), first, mark}, root};
     om_product<OM_HIDDEN_K>(s, om_share(OM_QKV, s.turn + 1) - first, out);
     t = om_span(s, OM_SPAN_QKV, t);
   }
   OM_EDGE_DONE(OM_BARRIER_QKV, OM_EDGE_QKV);
   for (int item = s.turn; item < OM_ITEMS; item += OM_BLOCKS)
-    om_attend_item(s, item, qkv, parts, tag, om_vector(p, s.layer, OM_AT_Q_GAIN), om_vector(p, s.layer, OM_AT_K_GAIN));
+    om_attend_item(s, item, qkv, pieces, masses, mark, use, om_vector(p, s.layer, OM_AT_Q_GAIN), om_vector(p, s.layer, OM_AT_K_GAIN));
   om_span(s, OM_SPAN_ATTEND, t);
   OM_EDGE_DONE(OM_BARRIER_ATTEND, OM_EDGE_ATTEND);
-  om_residual_product<OM_O, OM_Q_K / OM_O_SPLIT>(s, o, om_vector(p, s.layer, OM_AT_O_BIAS), from, tag, OM_SPAN_O,
-                                                 [&](int part) { om_fill_attention(s, parts, tag, part); });
+  om_residual_product<OM_O, OM_Q_K / OM_O_SPLIT>(s, o, om_vector(p, s.layer, OM_AT_O_BIAS), from, mark, OM_SPAN_O,
+                                                 [&](int part) { om_fill_attention(s, pieces, masses, mark, use, part); });
   OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
   t = om_stamp(s);
   om_own(OM_DOWN, s.turn, from, to);
-  root = om_fill_norm<OM_O_SPLIT, false>(s, o, tag, OM_EDGE_O, om_vector(p, s.layer, OM_AT_NORM_MID), from, to);
+  root = om_fill_norm<OM_O_SPLIT, false>(s, o, mark, OM_EDGE_O, om_vector(p, s.layer, OM_AT_NORM_MID), from, to);
   t = om_span(s, OM_SPAN_NORM_MID, t);
   {
     const int first = om_share(OM_UP, s.turn);
-    om_out_up out{{s, act, om_vector(p, s.layer, OM_AT_UP_BIAS), first, tag}, root};
+    om_out_up out{{s, act, om_vector(p, s.layer, OM_AT_UP_BIAS), first, use}, root};
     om_product<OM_HIDDEN_K>(s, om_share(OM_UP, s.turn + 1) - first, out);
     om_span(s, OM_SPAN_UP, t);
   }
   OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
-  om_residual_product<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT>(s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), from, tag,
-                                                         OM_SPAN_DOWN, [&](int part) { om_fill_act(s, act, tag, part); });
+  om_residual_product<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT>(s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), from, mark,
+                                                         OM_SPAN_DOWN, [&](int part) { om_fill_act(s, act, use, part); });
   OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
 }
 
-__device__ __forceinline__ void om_head(om_state &s, u64 *words, u32 tag) {
+__device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
-  const u64 *const before = words + OM_WORDS_DOWN + (size_t)((OM_LAYERS - 1) & 1) * (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS);
+  const char *const before = between + OM_PLACE_DOWN + ((OM_LAYERS - 1) & 1) * OM_STREAM_BYTES;
   u64 t = om_stamp(s);
-  const float2 root = om_fill_norm<OM_DOWN_SPLIT, false>(s, before, tag - 1, OM_EDGE_DOWN,
+  const float2 root = om_fill_norm<OM_DOWN_SPLIT, false>(s, before, (tag - 1) & 7, OM_EDGE_DOWN,
                                                         (const float *)(p->weights + OM_AT_NORM_FINAL), 0, 0);
   t = om_span(s, OM_SPAN_NORM_FINAL, t);
   float best[2] = {-OM_INFINITY, -OM_INFINITY};
   int best_id[2] = {0x7fffffff, 0x7fffffff};
   const int first = om_share(OM_HEAD, s.turn);
-  om_out_head out{{s, words + OM_WORDS_LOGITS, nullptr, first, tag}, root, best, best_id};
+  om_out_head out{{s, between + OM_PLACE_LOGITS, nullptr, first, 0}, tag, root, best, best_id};
   om_product<OM_HIDDEN_K>(s, om_share(OM_HEAD, s.turn + 1) - first, out);
   const int lane = s.lane();
 #pragma unroll
@@ -105,7 +108,7 @@ __device__ __forceinline__ void om_head(om_state &s, u64 *words, u32 tag) {
       const float x = om.best[w][slot];
       if (x > top || (x == top && om.best_id[w][slot] < id)) top = x, id = om.best_id[w][slot];
     }
-    om_put2(words + OM_WORDS_BEST + ((size_t)slot * OM_BLOCKS + s.block()) * 2, __float_as_uint(top), (u32)id, tag);
+    om_put2((u64 *)(between + OM_PLACE_BEST) + ((size_t)slot * OM_BLOCKS + s.block()) * 2, __float_as_uint(top), (u32)id, tag);
   }
   om_span(s, OM_SPAN_HEAD, t);
   OM_EDGE_DONE(OM_BARRIER_HEAD, OM_EDGE_HEAD);
@@ -125,7 +128,7 @@ obelisk_mega(const __grid_constant__ om_launch launch) {
       om.token[b] = om_active(p, b, 0) ? p->feed[b * p->feed_stride] : 0;
       om.made[b] = om.done[b] = 0, om.reached[b] = p->position[b];
     }
-    om.dead = om.traced = 0;
+    om.dead = om.traced = om.waiting = 0;
 #if OM_BULK
     asm volatile("fence.mbarrier_init.release.cluster;");
 #endif
@@ -147,14 +150,14 @@ obelisk_mega(const __grid_constant__ om_launch launch) {
     s.turn = block;
     if (s.step > 0 && om_moved(p, s.step)) om_meet(s, OM_EDGE_STEP);
     for (s.layer = 0; s.layer < OM_LAYERS; s.layer++) {
-      om_layer(s, p->words, ++tag);
+      om_layer(s, p->values_between, ++tag);
       s.turn += OM_ROTATE;
       if (s.turn >= OM_BLOCKS) s.turn -= OM_BLOCKS;
     }
     tag++;
-    if (om_has_head(p, s.step)) om_head(s, p->words, tag);
+    if (om_has_head(p, s.step)) om_head(s, p->values_between, tag);
     else om_meet(s, OM_EDGE_STEP); /* nothing else orders a prompt's steps */
-    om_next(s, p->words, tag);
+    om_next(s, p->values_between, tag);
   }
   if (threadIdx.x == 0) {
     if (p->trace_room) p->traced[block] = om.traced;
