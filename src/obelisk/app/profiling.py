@@ -195,7 +195,7 @@ def _ask(artifact: Artifact, device: str, bundle: Path) -> dict[str, Any]:
             bench.child.ask(LIMIT, "load", key=0, path=str(bundle))
             bench.put(0)
             bench.blank(0, artifact.scratch_bytes)
-            bench.child.ask(LIMIT, "run", key=0, which=0)
+            bench.child.ask(LIMIT, "run", key=0, which=0, first=False)
             judged = bench.judged(0, 0)
             if judged.detail:
                 raise InternalError(f"{artifact.program.name}: {judged.detail}")

@@ -109,8 +109,10 @@ class GpuWorker:
         self.libraries[key] = library
         return {}
 
-    def do_run(self, key: int, which: int) -> dict[str, Any]:
-        """One checked call on input set `which`, which the shared regions hold now."""
+    def do_run(self, key: int, which: int, first: bool) -> dict[str, Any]:
+        """One checked call on input set `which`, which the shared regions hold now. After the first
+        one of a candidate its inputs are looked at, too.
+        """
         library, scratch = self.libraries[key], self.scratch[key]
         if which not in self.sets:
             self.sets[which] = self._uploaded()
@@ -137,7 +139,7 @@ class GpuWorker:
             self.down(around, address)
         self.down(front, scratch - PAGE)
         self.down(rear, scratch + library.scratch_bytes)
-        return {"code": 0, "seconds": seconds, "changed": self._changed()}
+        return {"code": 0, "seconds": seconds, "changed": self._changed() if first else ""}
 
     def _uploaded(self) -> list[int]:
         """A new copy of what the shared inputs hold, in device memory."""

@@ -152,7 +152,11 @@ class _Tuning:
                 self._check_all(bench, begin + _CHECK_SHARE * budget)
                 if self.grow is not None:
                     self._extend(bench, begin + budget)
-                self._race(bench, budget - (time.monotonic() - begin))
+                raced = time.monotonic()
+                self._race(bench, budget - (raced - begin))
+                if self.rig.on_device:
+                    took = f"{raced - begin:.1f} s, the race {time.monotonic() - raced:.1f} s"
+                    self.notes.append(f"checks took {took}")
         except KeyboardInterrupt:
             interrupted = True
             self.notes.append("interrupted: this is the best found until then")
@@ -258,7 +262,7 @@ class _Tuning:
         bench.blank(turn, item.scratch_bytes)
         # The report needs the time of the program's own kernels however slow they are.
         limit = bench.limit * (_PATIENCE_WITH_OWN if key == 0 else 1)
-        answer = bench.child.ask(limit, "run", key=key, which=which)
+        answer = bench.child.ask(limit, "run", key=key, which=which, first=turn == 0)
         if answer["code"]:
             raise Fallen(Status.REFUSED, f"it returned {answer['code']}")
         if text := answer.get("changed"):

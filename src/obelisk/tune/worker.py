@@ -87,7 +87,7 @@ class Worker:
         self.libraries[key] = run
         return {}
 
-    def do_run(self, key: int, which: int) -> dict[str, Any]:
+    def do_run(self, key: int, which: int, first: bool) -> dict[str, Any]:
         """One checked call of a library on the shared regions, which hold input set `which`."""
         ins, outs = pointers(self.shared_in), pointers(self.shared_out)
         start = time.perf_counter_ns()
