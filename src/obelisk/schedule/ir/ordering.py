@@ -139,22 +139,30 @@ class _State:
 
 
 def list_schedule(nodes: Sequence[Node], registers: int) -> Order:
-    """An order under a limit of live registers.
+    """An order under a limit of live registers: a greedy one, or where that gets stuck the order
+    in which the nodes are given.
 
-    Raises `Infeasible` when even nodes that free registers do not fit: then the limit is smaller
-    than what the task holds at once, and the text says by how much.
+    Raises `Infeasible` when that takes more registers, too; the text says how many the greedy order
+    lacked.
     """
     path = critical_path(nodes)
     state = _State(nodes, registers)
+    given = tuple(range(len(nodes)))
     todo = set(range(len(nodes)))
     order: list[int] = []
     while todo:
         open_ = [i for i in todo if all(state.start[j] >= 0 for j in nodes[i].waits)]
         fitting = [i for i in open_ if state.fits(i)]
+        if not fitting and live_registers(nodes, given) <= registers:
+            state = _State(nodes, registers)
+            order = list(given)
+            for i in order:
+                state.take(i)
+            break
         if not fitting:
             need = min(state.live + state.delta(i) + state.reserve(i) for i in open_)
             raise Infeasible(
-                f"a task's micro-operations need {need} registers of a thread at once, its share "
+                f"a task's micro-operations need {need} registers of a thread or more, its share "
                 f"is {registers}: use fewer warps or smaller chunks"
             )
         # When the next producer would leave no room for its own consumers, prefer what frees.
