@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -282,12 +282,13 @@ class _Search:
         self.tried, self.resumed, self.simulated = 0, 0, 0
         self.pruned: dict[str, int] = {}
         self.examples: list[str] = []
-        self.fitting: list[tuple[float, str, GpuTiling, Fit]] = []
-        self.by_name: dict[str, tuple[float, Fit]] = {}
-        self.looked: set[str] = set()
+        self.fitting: dict[GpuTiling, tuple[float, Fit]] = {}
+        self.order: dict[GpuTiling, int] = {}
+        self.beside: dict[tuple[object, ...], list[GpuTiling]] = {}
+        self.looked: set[GpuTiling] = set()
         self.bounded = 0
         self.apart: list[tuple[str, float]] = []
-        self.found: list[tuple[float, str, GpuChoice]] = []
+        self.found: list[tuple[float, int, GpuChoice]] = []
 
     def step(self, t: GpuTiling) -> GpuStep:
         """The step under a tiling."""
@@ -296,42 +297,49 @@ class _Search:
     def prune(self) -> None:
         """Look at every cut: drop what does not fit, bound the rest."""
         over: dict[tuple[int, int, int], float] = {}
+        needs: dict[tuple[GpuTiling, Fusion], Fit] = {}
         for t, fusion in self._candidates():
             self.tried += 1
-            step = self.step(t)
-            need = fit(step, self.machine, fusion)
+            # What is in flight and who waits how takes nothing of the machine.
+            key = (replace(t, in_flight=1, in_flight_waiting=1, barriers=()), fusion)
+            if key not in needs:
+                needs[key] = fit(self.step(t), self.machine, fusion)
+            need = needs[key]
             if need.refusal is not None:
-                if need.limit not in self.pruned:
-                    self.examples.append(need.refusal)
-                self.pruned[need.limit] = self.pruned.get(need.limit, 0) + 1
-                if need.limit == "emitter":
-                    self.apart.append((str(fusion), self._simulate(t, need, fusion).seconds))
+                self._drop(t, fusion, need)
                 continue
-            key = (t.o_split, t.down_split, t.rotate)
-            if key not in over:
-                over[key] = busiest(step)
-            least = bound(step, self.machine, over[key])
-            self.fitting.append((least, _name(t, EMITTED), t, need))
+            turned = (t.o_split, t.down_split, t.rotate)
+            if turned not in over:
+                over[turned] = busiest(self.step(t))
+            least = bound(self.step(t), self.machine, over[turned])
+            self.order[t] = len(self.order)
+            self.fitting[t] = (least, need)
+            for place in _places(t):
+                self.beside.setdefault(place, []).append(t)
             if self.tried % 64 == 0:
                 self.listener.update("schedule", {"tried": self.tried, "fit": len(self.fitting)})
-        self.fitting.sort(key=lambda x: (x[0], x[1]))
-        self.by_name = {name: (least, need) for least, name, _, need in self.fitting}
+
+    def _drop(self, t: GpuTiling, fusion: Fusion, need: Fit) -> None:
+        if need.limit not in self.pruned:
+            self.examples.append(str(need.refusal))
+        self.pruned[need.limit] = self.pruned.get(need.limit, 0) + 1
+        if need.limit == "emitter":
+            self.apart.append((str(fusion), self._simulate(t, need, fusion).seconds))
 
     def _candidates(self) -> Iterator[tuple[GpuTiling, Fusion]]:
-        seen: set[str] = set()
+        seen: set[tuple[GpuTiling, Fusion]] = set()
+        cuts = space(self.model, self.work, self.machine, self.blocks)
+        for pair in chain(((t, EMITTED) for t in self.default()), cuts):
+            if pair not in seen:
+                seen.add(pair)
+                yield pair
+
+    def default(self) -> tuple[GpuTiling, ...]:
+        """The tiling that is taken without a search, if it fits."""
         try:
-            default = default_tiling(self.model, self.work, self.machine, self.blocks)
-            seen.add(_name(default, EMITTED))
-            yield default, EMITTED
-        except Infeasible as why:
-            self.examples.append(str(why))
-            self.pruned["default"] = 1
-            return
-        for t, fusion in space(self.model, self.work, self.machine, self.blocks):
-            name = _name(t, fusion)
-            if name not in seen:
-                seen.add(name)
-                yield t, fusion
+            return (default_tiling(self.model, self.work, self.machine, self.blocks),)
+        except Infeasible:
+            return ()
 
     def _simulate(self, t: GpuTiling, need: Fit, fusion: Fusion) -> GpuTimeline:
         name = _name(t, fusion)
@@ -349,24 +357,16 @@ class _Search:
 
     def _try(self, t: GpuTiling, keep: int) -> None:
         """Simulate a cut, unless it was, or its bound is above what is kept."""
-        name = _name(t, EMITTED)
-        entry = self.by_name.get(name)
-        if entry is None or name in self.looked:
+        if t not in self.fitting or t in self.looked:
             return
-        self.looked.add(name)
-        least, need = entry
+        self.looked.add(t)
+        least, need = self.fitting[t]
         if len(self.found) >= keep and least > self.found[keep - 1][0]:
             self.bounded += 1
             return
-        try:
-            line = self._simulate(t, need, EMITTED)
-        except Infeasible as why:
-            if "registers" not in self.pruned:
-                self.examples.append(str(why))
-            self.pruned["registers"] = self.pruned.get("registers", 0) + 1
-            return
+        line = self._simulate(t, need, EMITTED)
         self.simulated += 1
-        self.found.append((line.seconds, name, GpuChoice(t, EMITTED, line, need)))
+        self.found.append((line.seconds, self.order[t], GpuChoice(t, EMITTED, line, need)))
         self.found.sort(key=lambda x: x[:2])
         self.listener.update("simulate", {
             "simulated": self.simulated, "of": len(self.fitting),
@@ -392,36 +392,38 @@ class _Search:
 
     def _neighbours(self, t: GpuTiling) -> list[GpuTiling]:
         """Cuts that fit and differ from `t` in one field (fields that follow from others apart)."""
-        mine = _fields(t)
-        return [
-            other for _, _, other, _ in self.fitting
-            if sum(a != b for a, b in zip(mine, _fields(other), strict=True)) == 1
-        ]  # fmt: skip
+        return [other for place in _places(t) for other in self.beside[place] if other != t]
 
     def rank(self, keep: int, limit: int, end: float | None) -> bool:
         """Walk downhill from the default and from the best bound, one field at a time, until no
         neighbour of a kept cut is better; whether nothing was left out for want of time.
         """
-        default = default_tiling(self.model, self.work, self.machine, self.blocks)
-        for t in (default, self.fitting[0][2]):
+        best = min(self.fitting, key=lambda t: (self.fitting[t][0], self.order[t]))
+        for t in (*self.default(), best):
+            if end is not None and time.monotonic() > end and self.found:
+                return False
             self._try(t, keep)
-        walked: set[str] = set()
-        while True:
-            at = next(((n, c) for _, n, c in self.found[:keep] if n not in walked), None)
-            if at is None or self.simulated >= limit:
+        walked: set[GpuTiling] = set()
+        while self.simulated < limit:
+            at = next((c.tiling for _, _, c in self.found[:keep] if c.tiling not in walked), None)
+            if at is None:
                 return True
-            walked.add(at[0])
-            for other in self._neighbours(at[1].tiling):
-                if end is not None and time.monotonic() > end and self.found:
+            walked.add(at)
+            for other in self._neighbours(at):
+                if end is not None and time.monotonic() > end:
                     return False
                 if self.simulated < limit:
                     self._try(other, keep)
+        return True
 
 
-def _fields(t: GpuTiling) -> tuple[object, ...]:
-    """What a walk changes one at a time: bytes in flight rather than chunks, for these follow."""
+def _places(t: GpuTiling) -> list[tuple[object, ...]]:
+    """What a cut shares with those that differ from it in one field: for each field, the others.
+    Bytes in flight count rather than chunks, stages and turns follow from the rest.
+    """
     flight = "all" if t.in_flight == t.stages else round(t.in_flight * t.chunk_bytes / 8192)
-    return (t.chunk_cols, t.warps, t.o_split, t.down_split, flight, t.kv_pieces, t.barriers)
+    fields = (t.chunk_cols, t.warps, t.o_split, t.down_split, flight, t.kv_pieces, t.barriers)
+    return [(i, *fields[:i], *fields[i + 1 :]) for i in range(len(fields))]
 
 
 def judge_choice(model: ModelConfig, work: Workload, choice: GpuChoice, machine: Machine) -> None:
