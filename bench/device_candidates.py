@@ -45,7 +45,7 @@ def neighbours(graph: Graph, machine: Machine) -> Iterator[Graph]:
         total = 1
         for n in grid:
             total *= n
-        if not machine.cores // 2 <= total <= 5 * machine.cores:
+        if not machine.cores // 5 <= total <= 5 * machine.cores:
             continue
         grids = {first: grid}
         for other in blocks[1:]:

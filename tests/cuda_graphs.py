@@ -134,16 +134,22 @@ def experts(count: int, rows: int, width: int, *, parts: int, tile: int) -> Grap
     return make_graph((x, a, c), [product(product(x, a, False), c, True)], name="experts")
 
 
-def low_rank(rows: int, depth: int, rank: int, columns: int, *, parts: int) -> Graph:
-    """x w + (x a) b in one kernel without a loop."""
+def low_rank(
+    rows: int, depth: int, rank: int, columns: int, *, parts: int, loop: int = 1
+) -> Graph:
+    """x w + (x a) b in one kernel, the depth of x in `loop` iterations."""
     x = input_node(0, (rows, depth), DType.F16)
     w = input_node(1, (depth, columns), DType.F16)
     a = input_node(2, (depth, rank), DType.F16)
     r = input_node(3, (rank, columns), DType.F16)
-    b = BlockBuilder((parts,))
-    tx = b.load(x, (None,))
-    low = build.matmul(build.matmul(tx, b.load(a, (None,))), b.load(r, (1,)))
-    b.store(build.add(low, build.matmul(tx, b.load(w, (1,)))), (1,), dtype=DType.F16)
+    b = BlockBuilder((parts,), loop)
+    along, down = (1, 0) if loop > 1 else (None, None)
+    tx, tr = b.load(x, (None,), along), b.load(r, (1,))
+    low = build.matmul(tx, b.load(a, (None,), down))
+    y = build.matmul(tx, b.load(w, (1,), down))
+    if loop > 1:
+        low, y = build.accum_sum(low), build.accum_sum(y)
+    b.store(build.add(build.matmul(low, tr), y), (1,), dtype=DType.F16)
     return make_graph((x, w, a, r), b.launch(), name="low_rank")
 
 
@@ -167,5 +173,6 @@ def fused() -> dict[str, Graph]:
         "gated odd": gated(5, 96, 120, parts=3, loop=2),
         "gated split": gated(8, 1024, 256, parts=4, loop=4, split=4),
         "low rank": low_rank(16, 256, 16, 512, parts=16),
+        "low rank looped": low_rank(16, 256, 16, 512, parts=8, loop=4),
         "low rank odd": low_rank(3, 100, 12, 88, parts=2),
     }

@@ -16,7 +16,7 @@ from obelisk.ir.node import Node, make
 from obelisk.ir.op import BlockAttrs, Op
 from obelisk.lower.cuda import CudaOptions, Place, lower_cuda, variants
 from obelisk.lower.cuda.combine import combining, gathering, split_axis
-from obelisk.lower.cuda.module import scaled
+from obelisk.lower.cuda.sizes import fitting_splits, scaled
 from obelisk.machine import find
 
 H200, A100 = find("h200"), find("a100")
@@ -134,6 +134,43 @@ def test_finer_loops_mean_the_same() -> None:
     assert finer.outputs[0].attrs.block.loop == 8  # 256 deep tiles become 64 deep ones
     arrays = random_inputs(graph, 1, 0.2)
     np.testing.assert_allclose(run(finer, arrays)[0], run(graph, arrays)[0], rtol=1e-12)
+
+
+def test_taller_tiles_and_fewer_parts_mean_the_same() -> None:
+    graph = attention(2, 128, 512, 16, row_tile=16, split=8, key_tile=32)
+    other = scaled(graph, CudaOptions(row_tile=64, splits=2, loop_tile=32))
+    first = other.outputs[0].inputs[0].attrs.block
+    assert first.grid == (2, 2, 2)
+    assert first.loop == 8
+    arrays = random_inputs(graph, 1, 0.2)
+    np.testing.assert_allclose(run(other, arrays)[0], run(graph, arrays)[0], rtol=1e-9, atol=1e-12)
+    untouched = attention(1, 24, 64, 16, row_tile=24, split=1, key_tile=32)  # 24 rows in all
+    assert scaled(untouched, CudaOptions(row_tile=64, splits=2, loop_tile=32)) is untouched
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "parts"), [(2, 256, 8), (16, 256, 2), (1, 1024, 4), (60, 256, 0)]
+)
+def test_parts_are_as_many_as_clusters_run_at_once(heads: int, rows: int, parts: int) -> None:
+    graph = attention(heads, rows, 4096, 64, row_tile=32, split=8, key_tile=64)
+    assert fitting_splits(graph, H200, 64) == parts
+
+
+def test_narrow_columns_are_raced_as_whole_lines() -> None:
+    graph = norm_matmul(2, 4096, 6144, parts=192, split=1, tile=64)
+    other = scaled(graph, CudaOptions(column_tile=64))
+    assert other.outputs[0].attrs.block.grid == (96, 1)
+    kernels = [k for o in variants(graph, H200) for k in lower_cuda(graph, H200, o).kernels]
+    assert any(k.maps and k.blocks == 96 for k in kernels)
+    keys = attention(1, 16, 512, 64, row_tile=16, split=8, key_tile=64)
+    assert scaled(keys, CudaOptions(column_tile=128)) is keys  # keys are no columns of results
+
+
+def test_variants_reach_tall_tiles_from_flat_ones() -> None:
+    """What the search cuts into 32 rows and 8 parts is raced as 64 rows in clusters that fit."""
+    graph = attention(16, 256, 4096, 64, row_tile=32, split=8, key_tile=64)
+    kernels = [k for o in variants(graph, H200) for k in lower_cuda(graph, H200, o).kernels]
+    assert any("ob_wgmma<" in k.source and k.cluster == 2 and k.maps for k in kernels)
 
 
 def test_what_does_not_fit_registers_goes_to_shared_memory() -> None:

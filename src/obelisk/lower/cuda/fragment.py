@@ -59,7 +59,7 @@ class Received:
 @dataclass(frozen=True, slots=True)
 class Box:
     """A tile as the copy engine gets it: the number of its map, the map, the text of its first
-    column and row, and in how many boxes of 64 columns it comes.
+    column and row, in how many boxes of 64 columns it comes, and whether one block alone reads it.
     """
 
     number: int
@@ -67,6 +67,7 @@ class Box:
     column: str
     row: str
     count: int
+    once: str
 
 
 class Fragments(Joined):
@@ -99,6 +100,7 @@ class Fragments(Joined):
         self._warps()
         self._stages()
         self.packed = {}
+        self.unsettled = []
 
     # ---- plan
 
@@ -311,7 +313,9 @@ class Fragments(Joined):
         )
         columns = self.steps([m % rs for m in moves]) or "0"
         rows = self.steps([m // rs for m in moves]) or "0"
-        return Box(number, tensor, f"(int)({columns})", f"(int)({rows})", width // WIDE_COLUMNS)
+        once = all(d is not None for d, n in zip(at.imap, self.block.grid, strict=True) if n > 1)
+        count = width // WIDE_COLUMNS
+        return Box(number, tensor, f"(int)({columns})", f"(int)({rows})", count, str(once).lower())
 
     def maps(self) -> tuple[TensorMap, ...]:
         """The tensor maps of a kernel with bulk copies."""
@@ -442,7 +446,7 @@ class Fragments(Joined):
             assert b is not None
             t.line("#pragma unroll")
             t.line(
-                f"for (int j = 0; j < {b.count}; j++) ob_bulk_box(to + {s.offset} + j * "
+                f"for (int j = 0; j < {b.count}; j++) ob_bulk_box<{b.once}>(to + {s.offset} + j * "
                 f"{s.height * LINE}, map{i}, {b.column} + j * {WIDE_COLUMNS}, {b.row}, "
                 "full + 8 * slot);"
             )
@@ -554,6 +558,10 @@ class Fragments(Joined):
         for line in self.split_lines(True):
             t.line(line)
         t.lines += ["  " * t.depth + x for x in self.out[Phase.LOOP].lines]
+        if self.unsettled:
+            t.line("ob_wgmma_wait();")
+            for name in self.unsettled:
+                t.line(f"ob_wgmma_settle({name});")
         if self.bulk:
             t.line("__syncwarp();")
             t.line("if (lane == 0) ob_barrier_arrive(empty + at);")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from obelisk.base.digest import digest
-from obelisk.base.errors import Infeasible, UserError
-from obelisk.ir.block import BlockGraph, Phase
+from obelisk.base.errors import Infeasible
+from obelisk.ir.block import BlockGraph
 from obelisk.ir.graph import Graph
 from obelisk.ir.op import Op
-from obelisk.ir.resize import blocks_of, resize
+from obelisk.ir.resize import blocks_of
 from obelisk.lower.cuda.generic import Style, emit_generic, spill_stride
 from obelisk.lower.cuda.kernel import Last, register_kernel
 from obelisk.lower.cuda.options import (
@@ -25,6 +25,7 @@ from obelisk.lower.cuda.options import (
     Place,
     Pointer,
 )
+from obelisk.lower.cuda.sizes import fitting_splits, has_products, row_axis, scaled
 from obelisk.lower.describe import kernel_lines
 from obelisk.lower.program import _Program
 from obelisk.lower.schedule import Operand, Rules, flatten
@@ -33,7 +34,8 @@ from obelisk.machine.description import Feature, Machine, MachineKind
 
 ARENA_LIMIT = 1 << 30  # bytes of tiles of a block; beyond shared memory they lie in device memory
 SCRATCH_LIMIT = 1 << 36
-LOOP_TILE = 64  # elements of an iteration along the loop that one pipeline stage holds
+LINE = 64  # columns of a whole line of a swizzled tile
+WIDE = 64  # rows from which products can be made by four warps
 BLOCK_LIMIT = (1 << 31) - 1  # of a one-dimensional grid
 DEFAULT = CudaOptions()
 RULES = Rules(lanes=4, alias=True, work=lambda _: 0, arena_limit=ARENA_LIMIT, mixed=True)
@@ -174,35 +176,6 @@ def private(program: TileProgram, i: int) -> bool:
     return not written & later
 
 
-def scaled(graph: Graph, options: CudaOptions) -> Graph:
-    """The graph with its loops cut finer, so that a tile along the loop is one pipeline stage."""
-    if not options.fragments:
-        return graph
-    loops: dict[BlockGraph, int] = {}
-    for block in blocks_of(graph):
-        longest = max(
-            (
-                n.shape[n.attrs.fmap]
-                for n in block.loads
-                if n.attrs.fmap is not None and block.info.phase[n] is Phase.LOOP
-            ),
-            default=1,
-        )
-        if block.loop == 1 or not any(n.op is Op.MATMUL for n in flatten(block).body):
-            continue
-        scale = options.loop_scale or max(1, longest // (options.loop_tile or LOOP_TILE))
-        while scale > 1 and longest % scale:
-            scale -= 1
-        if scale > 1:
-            loops[block] = block.loop * scale
-    if not loops:
-        return graph
-    try:
-        return resize(graph, [x.shape for x in graph.inputs], loops=loops)
-    except UserError:
-        return graph
-
-
 def lower_cuda(graph: Graph, machine: Machine, options: CudaOptions = DEFAULT) -> CudaModule:
     """Kernels and launches for a graph on an exact architecture.
 
@@ -258,26 +231,45 @@ def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
     if rows == 0:
         return [DEFAULT]
     has = machine.features
-    if rows >= 64 and Feature.WGMMA in has:
-        made = [CudaOptions(groups=n, loop_tile=t) for t in (0, 128) for n in (2, 4, 3, 1)]
-        made += [CudaOptions(groups=n, clusters=False) for n in (4, 2)]
-        made += [CudaOptions(groups=n, bulk=True) for n in (2, 4)]
-        made += [CudaOptions(groups=2, wgmma=False), CudaOptions(groups=2, resident=2)]
-        return [DEFAULT, *made]
+    tall = _tall(graph, machine) if Feature.WGMMA in has else []
+    if rows >= WIDE and tall:
+        return [DEFAULT, *tall, CudaOptions(groups=2, wgmma=False)]
     made = [CudaOptions(stages=2)]
+    parts = fitting_splits(graph, machine) if Feature.CLUSTERS in has else 0
+    if parts:
+        made += [CudaOptions(groups=g, splits=parts) for g in (4, 8)]
+        made += [CudaOptions(groups=4, clusters=False)]
     if rows > 16:
         made += [CudaOptions(row_warps=8)]
         made += [CudaOptions(row_warps=8, groups=n) for n in (8, 4, 3, 2)]
-        made += [CudaOptions(groups=n) for n in (4, 8)]
-        made += [CudaOptions(groups=4, clusters=False)] if Feature.CLUSTERS in has else []
-        return [DEFAULT, *made]
+        return [DEFAULT, *made, *tall]
+    if parts and Feature.BULK_COPY in has:
+        made += [CudaOptions(groups=g, splits=parts, bulk=True) for g in (4, 3)]
     shares = [(g, c, r) for r in (0, 2) for g, c in ((4, 2), (2, 4), (1, 8), (4, 1), (8, 1))]
     made += [CudaOptions(groups=g, column_warps=c, resident=r) for g, c, r in shares]
     made += [CudaOptions(column_warps=n) for n in (2, 4)]
     made += [CudaOptions(groups=4, column_warps=4), CudaOptions(column_warps=4, stages=3)]
     if Feature.BULK_COPY in has:
-        bulk = [(4, 2, 0), (2, 4, 0), (4, 2, 2), (2, 4, 2), (1, 4, 0), (1, 4, 2)]
-        made += [CudaOptions(groups=g, column_warps=c, resident=r, bulk=True) for g, c, r in bulk]
-    if Feature.CLUSTERS in has:
-        made += [CudaOptions(clusters=False), CudaOptions(groups=4, clusters=False)]
+        bulk = [(4, 2, 2), (2, 4, 2), (1, 4, 2), (2, 4, 3), (2, 2, 3), (1, 4, 4), (1, 8, 2)]
+        made += [
+            CudaOptions(groups=g, column_warps=c, resident=r, bulk=True, column_tile=LINE)
+            for g, c, r in bulk
+        ]
+    made += [CudaOptions(column_warps=4, column_tile=t) for t in (LINE, 2 * LINE)]
     return [DEFAULT, *made]
+
+
+def _tall(graph: Graph, machine: Machine) -> list[CudaOptions]:
+    """Choices with row tiles of 64 for products by four warps; none where rows are fewer."""
+    rows = [r for b in blocks_of(graph) if has_products(b) and (r := row_axis(b)) is not None]
+    if product_rows(graph) < WIDE and not any(full % WIDE == 0 for _, full in rows):
+        return []
+    parts = fitting_splits(graph, machine, WIDE)
+    out = [
+        CudaOptions(row_tile=WIDE, splits=parts, groups=g, loop_tile=t, bulk=b)
+        for g, t, b in (
+            (2, 128, True), (2, 128, False), (2, 64, False), (4, 64, False), (3, 64, True),
+            (1, 128, True), (2, 64, True),
+        )
+    ]  # fmt: skip
+    return [*out, *(CudaOptions(row_tile=WIDE, groups=g, clusters=False) for g in (4, 2))]

@@ -21,6 +21,10 @@ class CudaOptions:
         row_warps: warps of a group, which share the rows of its tiles (0: chosen).
         column_warps: warps of a group that share the columns of its results (0: chosen).
         stages: tiles in flight ahead of the arithmetic (0: as many as fit, at most 4).
+        row_tile: rows that a block's products have at least, if the graph's blocks have fewer and
+            its rows divide (0: as the graph has it).
+        column_tile: the same for columns of products that are columns of results.
+        splits: parts into which a split fold is cut at most (0: as the graph has it).
         loop_tile: elements along the loop that one stage of the pipeline holds (0: 64).
         loop_scale: iterations are cut into this many shorter ones before lowering (0: chosen).
         fuse_combine: the last block to finish combines the parts of a split fold, in the same
@@ -43,6 +47,9 @@ class CudaOptions:
     stages: int = 0
     loop_scale: int = 0
     loop_tile: int = 0
+    row_tile: int = 0
+    column_tile: int = 0
+    splits: int = 0
     fuse_combine: bool = True
     resident: int = 0
     clusters: bool = True

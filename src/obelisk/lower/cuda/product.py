@@ -66,6 +66,7 @@ class Products(Values):
         clamped: fewer than 16 rows, of which the real ones alone are in shared memory.
         wide: four warps make a product together.
         bulk: a warp of its own fills the pipeline. `aligned`: some tiles are swizzled.
+        unsettled: accumulators whose products run on to the end of an iteration.
         c: the layout of results. `stages`: loads in shared memory.
     """
 
@@ -86,6 +87,7 @@ class Products(Values):
     stages: dict[Node, Stage]
     operands: dict[Node, None]
     packed: dict[tuple[Node, str], str]
+    unsettled: list[str]
     side_depth: set[int]
 
     def right(self, k: int, n: int) -> Layout:
@@ -543,4 +545,9 @@ class Products(Values):
         )
         for _ in range(3):
             text.close()
-        text.line("ob_wgmma_end();")
+        text.line("ob_wgmma_commit();")
+        if fresh or text is not self.out[Phase.LOOP]:
+            text.line("ob_wgmma_wait();")
+            text.line(f"ob_wgmma_settle({value.name});")
+        else:  # an accumulator: nothing in this iteration reads it
+            self.unsettled.append(value.name)

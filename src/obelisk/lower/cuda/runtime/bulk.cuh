@@ -32,11 +32,13 @@ OB_DEVICE void ob_map_fetch(const ob_map &map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 // One box of a matrix, from the element in this column and row on, to rows of 128 bytes with swizzled
-// chunks (ob_place with STRIDE 0).
+// chunks (ob_place with STRIDE 0). ONCE: no other block reads it, so the L2 cache need not keep it.
+template <bool ONCE>
 OB_DEVICE void ob_bulk_box(unsigned to, const ob_map &map, int column, int row, unsigned barrier) {
+  const unsigned long long keep = ONCE ? 0x12f0000000000000ull : 0x1000000000000000ull;  // evict first : normal
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
-      "[%4];" ::"r"(to),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(keep)
       : "memory");
 }

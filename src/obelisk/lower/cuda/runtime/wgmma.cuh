@@ -10,8 +10,12 @@ OB_DEVICE unsigned long long ob_operand(unsigned at) {
 // Shared memory written by these threads' own copies becomes visible to the tensor cores.
 OB_DEVICE void ob_operand_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 OB_DEVICE void ob_wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-OB_DEVICE void ob_wgmma_end() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+OB_DEVICE void ob_wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// All products are complete. Ties results to this point: nothing that reads them may be moved before.
+OB_DEVICE void ob_wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int ROWS, int COLUMNS> OB_DEVICE void ob_wgmma_settle(float (&c)[ROWS][COLUMNS]) {
+#pragma unroll
+  for (int i = 0; i < ROWS * COLUMNS; i++) asm volatile("" : "+f"(c[i / COLUMNS][i % COLUMNS])::"memory");
 }
 
 #define OB_PAIR(t) \
