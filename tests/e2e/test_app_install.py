@@ -131,6 +131,14 @@ def test_example_many_shapes() -> None:
     assert set(example("many_shapes").main(batches=(1, 3))) == {1, 3}
 
 
+@pytest.mark.usefixtures("compiler")
+def test_example_any_batch() -> None:
+    """One verdict for all sizes, and every size right to four digits."""
+    verdict, worst = example("any_batch").main(batches=(1, 5))
+    assert verdict == "proved"
+    assert worst < 1e-4
+
+
 def test_example_judge_a_rewrite() -> None:
     """The right rewrite is accepted, the wrong one refuted."""
     right, wrong = example("judge_a_rewrite").main()
@@ -142,7 +150,9 @@ def test_every_example_is_run_by_a_test() -> None:
     """No example lies there untried (`program.py` is the file that commands are given, and
     `tiny_model.py` is trained in test_mega_trained.py).
     """
-    tried = {"quickstart", "many_shapes", "judge_a_rewrite", "program", "tiny_model"}
+    tried = {
+        "quickstart", "many_shapes", "any_batch", "judge_a_rewrite", "program", "tiny_model",
+    }  # fmt: skip
     assert {p.stem for p in (ROOT / "examples").glob("*.py")} == tried
 
 

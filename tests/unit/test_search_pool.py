@@ -271,6 +271,24 @@ def test_the_collector_is_left_as_it_was() -> None:
         gc.unfreeze()
 
 
+def test_long_units_go_first_and_nothing_else_moves(tasks: Callable[[Graph], list[Task]]) -> None:
+    """Within an interval syntheses without a split axis come first; intervals keep their order."""
+    program = load_program("attention")
+    first = tasks(program)
+    second = [Task(t.key + "2", t.start + 1, t.stop, t.mode, t.split) for t in first]
+    pool = Pool(context_of(program, CPU, Space(), 0), program, lambda: PLENTY, never, 2)
+    for task in (*first, *second):
+        pool.submit(task)
+    queued = list(pool._tasks)
+    pool.close()
+    assert sorted(t.key for t in queued) == sorted(t.key for t in (*first, *second))
+    assert [t.start for t in queued] == sorted(t.start for t in queued)
+    for part in (queued[: len(first)], queued[len(first) :]):
+        splits = [t.split is not None for t in part]
+        assert splits == sorted(splits)
+    assert [t.key for t in queued] != [t.key for t in (*first, *second)]
+
+
 @BOTH
 def test_no_worker_outlives_the_search(fork: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing ends them at once, also when they are busy."""

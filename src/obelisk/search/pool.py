@@ -33,7 +33,8 @@ from obelisk.ir import Graph
 from obelisk.search.units import Bench, Context, Limits, Outcome, Task
 
 PATIENCE = 0.7  # seconds of work after which fresh interpreters are worth their start (0.4 s each)
-AHEAD = 2  # tasks a worker has at once, so that it need not wait for an answer
+AHEAD = 2  # tasks a worker has at once where they are short, so that it need not wait for the next
+SHORT_SECONDS = 0.02  # longer ones had better wait where any worker can take them
 START_SECONDS = 120.0
 _PROLOGUE = (
     "import os,sys;"
@@ -167,6 +168,12 @@ class _Worker:
     tasks: deque[Task] = field(default_factory=deque)
 
 
+def _later(queued: Task, task: Task) -> bool:
+    """Whether a queued synthesis of the same interval may wait until after `task`."""
+    same = (queued.start, queued.stop) == (task.start, task.stop)
+    return same and queued.skeleton is None and queued.split is not None
+
+
 class Pool:
     """Worker processes of this machine.
 
@@ -195,6 +202,7 @@ class Pool:
         self._workers: list[_Worker] = []
         self._starts = 2 * workers + 8  # a machine on which workers keep dying gets no more
         self._calm = _Calm()
+        self._typical = SHORT_SECONDS  # seconds of a unit lately
 
     @property
     def pids(self) -> list[int]:
@@ -202,8 +210,14 @@ class Pool:
         return [w.process.pid for w in self._workers if w.ready]
 
     def submit(self, task: Task) -> None:
-        """Queue a unit."""
-        self._tasks.append(task)
+        """Queue a unit; of an interval's syntheses those without a split axis come first, as they
+        take longest.
+        """
+        at = len(self._tasks)
+        if task.skeleton is None and task.split is None:
+            while at > 0 and _later(self._tasks[at - 1], task):
+                at -= 1
+        self._tasks.insert(at, task)
 
     def live_states(self) -> int:
         """States of the unit at work in this process."""
@@ -288,7 +302,7 @@ class Pool:
 
     def _dispatch(self) -> None:
         """Give tasks to the workers with the fewest."""
-        for depth in range(AHEAD):
+        for depth in range(AHEAD if self._typical < SHORT_SECONDS else 1):
             if depth and len(self._tasks) <= len(self._workers):
                 return  # near the end a task that waits behind another could run elsewhere
             for w in list(self._workers):
@@ -315,6 +329,7 @@ class Pool:
                     worker.ready = True
                 case Outcome():
                     worker.tasks.popleft()
+                    self._typical += 0.2 * (message.seconds - self._typical)
                     self.peak = max(self.peak, message.memory)
                     out.append(message)
                 case _:
