@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from obelisk.app.compare import TOLERANCE, compare, first_beyond
 from obelisk.app.display import Display, rows_table, stdout
 from obelisk.app.explain_gpu import explain_gpu, print_explained, text_of_pass
 from obelisk.app.report import show_bytes, show_us
@@ -22,7 +23,7 @@ from obelisk.engine import Engine, Sampling, Tokenizer
 from obelisk.machine import Machine, MachineKind, find
 from obelisk.mega import target_of
 from obelisk.plan import Plan, read_plan, write_plan
-from obelisk.runtime import trace_events
+from obelisk.runtime import Checkpoint, Session, trace_events
 from obelisk.schedule import Choice, SearchAccount
 from obelisk.tasks import ModelConfig, Workload, read_config
 
@@ -270,6 +271,33 @@ def plan_show(
         for name, value in lines.items():
             stdout().print(Text(f"{name:13s} {value}"), soft_wrap=True)
     _write_json(json_file, plan.manifest())
+
+
+@plan_app.command("compare")
+def plan_compare(
+    plan_file: PlanArg,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", help="Of the largest element of each result.")
+    ] = TOLERANCE,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps on random tokens.")] = 2,
+    weights_dir: Annotated[
+        Path | None, typer.Option("--weights-dir", metavar="DIR", help="Where the weights are now.")
+    ] = None,
+) -> None:
+    """Compare every operator of a CPU plan with its meaning in float64; name the first at fault."""
+    session = Session.load(plan_file, weights_dir)
+    checkpoint = Checkpoint(weights_dir or session.plan.weights_path)
+    found = compare(session, checkpoint.tensor, checkpoint.grouped, steps)
+    worst = {d.kind: max((x for x in found if x.kind is d.kind), key=lambda x: x.error)
+             for d in found}  # fmt: skip
+    for d in worst.values():
+        stdout().print(Text(f"  worst {d}"), soft_wrap=True)
+    first = first_beyond(found, tolerance)
+    if first is None:
+        stdout().print(f"{len(found)} results within {tolerance:.1e}")
+        return
+    stdout().print(Text(f"first beyond {tolerance:.1e}: {first}"), soft_wrap=True)
+    raise typer.Exit(1)
 
 
 def register(app: typer.Typer) -> None:

@@ -96,7 +96,7 @@ def make_plan(
         weights_digests=digests or {},
         tensors=tuple((t.name, t.shape) for t in checkpoint_tensors(model)),
         workload=shape.work.to_json(),
-        schedule=schedule.to_json(),
+        schedule={**schedule.to_json(), "probes": emitted.probes.to_json()},
         edges=tuple(EdgeName(e.name, e.base, e.groups, e.layered) for e in emitted.edges),
         barriers=emitted.barriers,
         kinds=tuple(TaskKind),

@@ -12,7 +12,7 @@ from typing import Any
 
 from obelisk.base.errors import BuildFailed
 
-ABI = 2
+ABI = 3
 MAX_STOPS = 8
 HANG, NONFINITE, NO_THREADS = 1, 2, 3
 END_OF_STEP = -4096
@@ -21,7 +21,7 @@ KIND_STEP = 4096  # edge numbers of results that are not finite: kind * KIND_STE
 _POINTERS = (
     "weights", "keys", "values", "scratch", "cosines", "sines", "feed", "feed_length", "want",
     "position", "out", "made", "reason", "temperature", "top_p", "top_k", "seed", "cpus", "trace",
-    "traced",
+    "traced", "record",
 )  # fmt: skip
 _INTS = ("feed_stride", "out_stride", "stop_count", "debug", "trace_room")
 _FAULT = (

@@ -99,6 +99,7 @@ class Session:
         self.trace_room = 0
         self.spans: list[Span] = []
         self.steps_done = 0
+        self.record: Array | None = None
         self._prefill: Prefill | None = None
 
     @staticmethod
@@ -133,6 +134,24 @@ class Session:
     def reset(self, slot: int | None = None) -> None:
         """Forget what a slot (or all) holds."""
         self.position[slice(None) if slot is None else slot] = 0
+
+    def start_recording(self) -> None:
+        """From now on, launches keep what each operator wrote in their last step (`recorded`)."""
+        self.record = np.zeros(int(self.plan.schedule["probes"]["size"]), np.float32)
+
+    def recorded(self, kind: str, value: str, layer: int = 0) -> Array:
+        """What an operator wrote in the latest launch's last step, (batch, width); raises
+        `CallError` where nothing was recorded, or there is no such operator.
+        """
+        probes = self.plan.schedule["probes"]
+        place = probes["places"].get(f"{kind}:{value}")
+        if self.record is None or place is None:
+            known = ", ".join(probes["places"])
+            raise CallError(
+                f"no record of {kind}:{value}: start_recording first; known are {known}"
+            )
+        at = place[0] + (layer * probes["layer"] if place[0] < probes["layer"] else 0)
+        return self.record[at : at + self.plan.batch * place[1]].reshape(self.plan.batch, place[1])
 
     def room(self, slot: int) -> int:
         """Positions that are left in a slot."""
@@ -241,6 +260,8 @@ class Session:
             trace_room=self.trace_room,
             spin_seconds=self.spin_seconds,
         )  # fmt: skip
+        if self.record is not None:
+            arrays["record"] = self.record
         for name, array in arrays.items():
             setattr(call, name, array.ctypes.data)
         for i, token in enumerate(stops):

@@ -7,9 +7,10 @@ dispatch and no branch on what a step holds, only loop counts. Equal arguments g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
 from obelisk.base.digest import digest
 from obelisk.base.errors import InternalError
@@ -17,7 +18,7 @@ from obelisk.lower.cpu.emit import runtime as lower_runtime
 from obelisk.plan.layout import WORD, WeightLayout
 from obelisk.schedule.types import Await, Barrier, Item, Run, Schedule, Signal
 from obelisk.tasks.dag import task_reads
-from obelisk.tasks.kinds import TABLE, Region, Task, TaskKind
+from obelisk.tasks.kinds import TABLE, Region, Task, TaskKind, value_width
 from obelisk.tasks.workload import WeightFormat
 
 
@@ -34,6 +35,52 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
+class Probes:
+    """Where a recording launch leaves operators' results: (batch, width) fp32 rows each.
+
+    Attributes:
+        places: "kind:value" to (offset of layer 0, width), in fp32 elements.
+        layer: elements from one layer to the next (results outside the layers have one place).
+        size: elements in all.
+    """
+
+    places: Mapping[str, tuple[int, int]]
+    layer: int
+    size: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object of the fields."""
+        return {"layer": self.layer, "size": self.size,
+                "places": {k: list(v) for k, v in self.places.items()}}  # fmt: skip
+
+
+_NO_PROBE = ("keys", "values", "token")  # the cache holds the first two; the last is no number
+
+
+def _probes(schedule: Schedule) -> Probes:
+    s = schedule.shape
+    widths = value_width(s)
+    inner: dict[str, int] = {}
+    outer: dict[str, int] = {}
+    for program in schedule.programs:
+        for item in program:
+            if isinstance(item, Run) and item.task.layer <= 0 and item.task.core <= 0:
+                to = outer if item.task.layer < 0 else inner
+                for r in TABLE[item.task.kind].writes(s, item.task):
+                    if r.value not in _NO_PROBE:
+                        to[f"{item.task.kind}:{r.value}"] = widths[r.value]
+    places, at = {}, 0
+    for name in sorted(inner):
+        places[name] = (at, inner[name])
+        at += s.batch * inner[name]
+    layer, at = at, at * s.model.layers
+    for name in sorted(outer):
+        places[name] = (at, outer[name])
+        at += s.batch * outer[name]
+    return Probes(places, layer, at)
+
+
+@dataclass(frozen=True, slots=True)
 class Emitted:
     """The program.
 
@@ -43,12 +90,14 @@ class Emitted:
             `barriers`.
         barriers: names of barriers, in order.
         digest: of the source.
+        probes: where a recording launch leaves what each operator wrote.
     """
 
     source: str
     edges: tuple[Edge, ...]
     barriers: tuple[str, ...]
     digest: str
+    probes: Probes
 
 
 def _text(name: str) -> str:
@@ -120,8 +169,9 @@ class _Printer:
 
     def __init__(
         self, schedule: Schedule, weights: WeightLayout, edges: Sequence[Edge],
-        barriers: Sequence[str],
+        barriers: Sequence[str], probes: Probes,
     ) -> None:  # fmt: skip
+        self.probes = probes
         self.schedule, self.s = schedule, schedule.shape
         self.pages = dict(schedule.pages.pages)
         self.edges = {e.name: e for e in edges}
@@ -229,7 +279,22 @@ class _Printer:
             case k.SAMPLE:
                 call = f"om_sample(s, s->room, {p('logits')}, {p('best')}, {p('token')})"
         code = f"{list(TaskKind).index(task.kind)} * 4096 + {'l' if task.layer >= 0 else 0}"
-        return [f"OM_RUN({core}, {code}, {call});", *self.checks(task, core)]
+        return [f"OM_RUN({core}, {code}, {call});", *self.records(task), *self.checks(task, core)]
+
+    def records(self, task: Task) -> list[str]:
+        """Recording: copies of what the task wrote (of copied norms, the first core's)."""
+        out = []
+        for r in TABLE[task.kind].writes(self.s, task) if task.core <= 0 else ():
+            if r.value in _NO_PROBE:
+                continue
+            at, width = self.probes.places[f"{task.kind}:{r.value}"]
+            to = f"{at} + l * {self.probes.layer}" if task.layer >= 0 else str(at)
+            rows = f"{r.lo}, {min(r.hi, width)}, {r.slot}"
+            out.append(
+                f"if (s->l->record) om_copy(s->l->record + {to}, {width}, {self.page(r.value)}, "
+                f"{self.pages[r.value].stride}, {rows});"
+            )
+        return out
 
     def checks(self, task: Task, core: int) -> list[str]:
         """Debugging: results that are not finite, named by kind and layer."""
@@ -354,7 +419,8 @@ def emit_cpu(schedule: Schedule, weights: WeightLayout) -> Emitted:
         c for c, p in enumerate(schedule.programs)
         if any(isinstance(i, Run) and i.task.kind is TaskKind.SAMPLE for i in p)
     )  # fmt: skip
-    printer = _Printer(schedule, weights, edges, barriers)
+    probes = _probes(schedule)
+    printer = _Printer(schedule, weights, edges, barriers, probes)
     s = schedule.shape
     title = (
         f"/* One decode step of {s.model.family} ({s.model.layers} layers, hidden "
@@ -373,4 +439,4 @@ def emit_cpu(schedule: Schedule, weights: WeightLayout) -> Emitted:
     parts += [f"static void (*const om_programs[OM_CORES])(om_state *) = {{{names}}};"]
     parts += [_text("launch.h")]
     source = "\n".join(parts) + "\n"
-    return Emitted(source, edges, barriers, digest("mega", source))
+    return Emitted(source, edges, barriers, digest("mega", source), probes)

@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 #include <time.h>
 
-#define OM_ABI 2
+#define OM_ABI 3
 #define OM_STOPS 8
 enum { OM_RUNNING, OM_HANG, OM_NONFINITE, OM_NO_THREADS };
 enum { OM_REASON_NONE, OM_REASON_STOP, OM_REASON_LENGTH };
@@ -31,6 +31,7 @@ typedef struct { /* shared with the loader: same order, same types */
   const int32_t *cpus; /* (cores): processor of each thread, -1 for any */
   double *trace;       /* (cores, trace_room, 3): kind * 4096 + layer, start, end in seconds */
   int32_t *traced;     /* (cores): how many were recorded */
+  float *record;       /* NULL, or room for what each operator writes */
   int32_t feed_stride, out_stride, stop_count, debug, trace_room;
   int32_t stops[OM_STOPS];
   double spin_seconds;
@@ -123,6 +124,13 @@ OB_INLINE int om_meet(om_state *s, unsigned *mine, int core, int step, int edge)
   om_signal(&s->barrier);
   *mine += OM_CORES;
   return om_wait(s, &s->barrier, *mine, core, step, edge, OM_CORES);
+}
+
+/* Recording: rows `lo..hi` of every slot (or of one). */
+static __attribute__((noinline, unused)) void om_copy(float *to, long width, const float *page, long stride, long lo,
+                                                      long hi, int slot) {
+  for (int b = slot < 0 ? 0 : slot; b < (slot < 0 ? OM_BATCH : slot + 1); b++)
+    memcpy(to + b * width + lo, page + b * stride + lo, (size_t)(hi - lo) * sizeof(float));
 }
 
 /* Debugging: the first element that is not finite, in rows `lo..hi` of every slot (or of one). */
