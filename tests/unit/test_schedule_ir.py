@@ -197,10 +197,8 @@ def test_order_keeps_the_dag_within_the_registers() -> None:
     assert [c for c, _ in spans] == sorted((c for c, _ in spans), reverse=True)
     assert [m for _, m in spans] == sorted(m for _, m in spans)
     assert spans[0] != spans[-1]
-    with pytest.raises(
-        Infeasible, match=r"need \d+ registers of a thread or more, its share is 16"
-    ):
-        run(setting(registers=16), "order")
+    with pytest.raises(Infeasible, match=r"need \d+ registers of a thread or more, its share is 8"):
+        run(setting(registers=8), "order")
 
 
 def _brute(dag: list[Node], limit: int) -> int:

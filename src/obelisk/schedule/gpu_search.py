@@ -47,6 +47,7 @@ from obelisk.schedule.gpu_simulate import (
     busiest,
     costs_of,
     simulate_gpu,
+    uneven,
 )
 from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.tasks.config import ModelConfig
@@ -55,6 +56,7 @@ from obelisk.tasks.workload import WeightFormat, Workload
 CHUNK_COLS = (64, 128, 256, 512)
 FLIGHTS = (32, 40, 48, 64, 96)  # KB
 WARPS = (4, 8, 16)
+WAITING = (1, 2, 4)  # chunks in flight while a block waits
 PIECES = (1, 2, 4, 8, 16)
 BARRIERS: tuple[tuple[str, ...], ...] = ((), EDGES, ("o", "down"))
 FUSIONS = (
@@ -64,6 +66,7 @@ FUSIONS = (
 FORMATS = (WeightFormat.BF16, WeightFormat.FP16)
 SIMULATED = 160  # at most, without a budget of seconds
 SAVE_EVERY = 16
+TIE = 3e-3  # a difference that the simulator cannot tell
 VERSION = 1
 
 
@@ -83,7 +86,8 @@ class GpuChoice:
         return (
             f"ring {t.stages} x {t.chunk_bytes / 1024:g} KB, {t.in_flight} in flight, "
             f"{t.warps} warps, o/{t.o_split}, down/{t.down_split}, kv/{t.kv_pieces}, "
-            f"turn {t.rotate}, {waits}" + ("" if self.fusion == EMITTED else f", {self.fusion}")
+            f"turn {t.rotate}, {t.in_flight_waiting} while waiting, {waits}"
+            + ("" if self.fusion == EMITTED else f", {self.fusion}")
         )
 
 
@@ -119,12 +123,8 @@ class GpuAccount:
 # ---- the space ----
 def best_turn(step: GpuStep) -> int:
     """The `rotate` with which the busiest block streams least; of equals, the smallest."""
-    blocks = step.tiling.blocks
-    turns = range(blocks) if blocks <= 256 else range(0, blocks, blocks // 256)
-    scored = [
-        (round(busiest(replace(step, tiling=replace(step.tiling, rotate=r))), 9), r) for r in turns
-    ]
-    return min(scored)[1]
+    turns = range(step.tiling.blocks)
+    return min((round(over, 9), r) for r, over in zip(turns, uneven(step, turns), strict=True))[1]
 
 
 def _splits(rows: int, cols: int, blocks: int) -> tuple[int, ...]:
@@ -169,7 +169,8 @@ def space(
         t = replace(_ring(step, machine), rotate=turns[(o, down)])
         flights = {min(t.stages, max(2, kb * 1024 // t.chunk_bytes)) for kb in FLIGHTS}
         for flight, kv, waits in product(sorted({*flights, t.stages}), pieces, BARRIERS):
-            yield replace(t, in_flight=flight, kv_pieces=kv, barriers=waits), EMITTED
+            full = replace(t, in_flight=flight, kv_pieces=kv, barriers=waits)
+            yield replace(full, in_flight_waiting=default_waiting(full)), EMITTED
     for fusion in FUSIONS[1:]:
         yield default_tiling(model, work, machine, blocks), fusion
 
@@ -177,7 +178,7 @@ def space(
 # ---- bounds and costs ----
 @lru_cache(maxsize=256)
 def _micro(chunk_cols: int, warps: int, registers: int, small: ModelConfig) -> MicroCosts:
-    from obelisk.schedule.ir.micro import ATTEND_AHEAD, chunk_cycles, span_of
+    from obelisk.schedule.ir.micro import POSITIONS, chunk_cycles, span_of
     from obelisk.schedule.ir.passes import phases
     from obelisk.schedule.ir.pipeline import Setting, run
 
@@ -185,7 +186,7 @@ def _micro(chunk_cols: int, warps: int, registers: int, small: ModelConfig) -> M
     setting = Setting(GpuStep(small, Workload(), tiling), registers=registers)
     found = {p.phase.data: p for p, _ in phases(run(setting, until="order"))}
     chunk = max(chunk_cycles(found[name], warps) for name in ("qkv", "up"))
-    return MicroCosts(chunk, span_of(found["attend"]), ATTEND_AHEAD)
+    return MicroCosts(chunk, span_of(found["attend"]), POSITIONS)
 
 
 def micro_costs(step: GpuStep, registers: int) -> MicroCosts:
@@ -364,7 +365,12 @@ class _Search:
         if len(self.found) >= keep and least > self.found[keep - 1][0]:
             self.bounded += 1
             return
-        line = self._simulate(t, need, EMITTED)
+        try:
+            line = self._simulate(t, need, EMITTED)
+        except Infeasible as why:  # its registers do not hold the micro-operations
+            del self.fitting[t]
+            self._drop(t, EMITTED, replace(need, limit="registers", refusal=str(why)))
+            return
         self.simulated += 1
         self.found.append((line.seconds, self.order[t], GpuChoice(t, EMITTED, line, need)))
         self.found.sort(key=lambda x: x[:2])
@@ -379,12 +385,12 @@ class _Search:
         """
         out: list[GpuChoice] = []
         for _, _, choice in self.found:
-            twin = any(
-                replace(c.tiling, in_flight=choice.tiling.in_flight) == choice.tiling
-                and abs(c.timeline.seconds / choice.timeline.seconds - 1) < 1e-3
+            same = replace(choice.tiling, in_flight=1, in_flight_waiting=1)
+            if not any(
+                replace(c.tiling, in_flight=1, in_flight_waiting=1) == same
+                and abs(c.timeline.seconds / choice.timeline.seconds - 1) < TIE
                 for c in out
-            )
-            if not twin:
+            ):
                 out.append(choice)
             if len(out) == keep:
                 break
@@ -392,7 +398,15 @@ class _Search:
 
     def _neighbours(self, t: GpuTiling) -> list[GpuTiling]:
         """Cuts that fit and differ from `t` in one field (fields that follow from others apart)."""
-        return [other for place in _places(t) for other in self.beside[place] if other != t]
+        base = replace(t, in_flight_waiting=default_waiting(t))
+        out = [other for place in _places(base) for other in self.beside[place] if other != t]
+        for waiting in WAITING:
+            other = replace(t, in_flight_waiting=waiting)
+            if waiting <= t.in_flight and other not in self.fitting:
+                self.fitting[other] = self.fitting[t]
+                self.order[other] = len(self.order)
+                out.append(other)
+        return out
 
     def rank(self, keep: int, limit: int, end: float | None) -> bool:
         """Walk downhill from the default and from the best bound, one field at a time, until no
@@ -415,6 +429,11 @@ class _Search:
                 if self.simulated < limit:
                     self._try(other, keep)
         return True
+
+
+def default_waiting(t: GpuTiling) -> int:
+    """What the space has for chunks in flight while a block waits; others are tried on the walk."""
+    return min(2, t.in_flight)
 
 
 def _places(t: GpuTiling) -> list[tuple[object, ...]]:

@@ -63,13 +63,13 @@ class MicroCosts:
 
     Attributes:
         chunk: consumers, all warps at work, for one chunk.
-        attend: a warp, for the positions of the context that its lanes have under way at a time.
-        ahead: how many of these a lane has.
+        attend: a warp, for the positions of the context that it takes at a time.
+        positions: how many these are.
     """
 
     chunk: float
     attend: float
-    ahead: int
+    positions: int
 
 
 def costs_of(machine: Machine, micro: MicroCosts | None = None, chunk: int = 8192) -> GpuCosts:
@@ -107,7 +107,9 @@ class SimPhase:
 class _Blocks:
     """All blocks of a grid in simulated time."""
 
-    def __init__(self, blocks: int, chunk: int, stages: int, flight: int, costs: GpuCosts) -> None:
+    def __init__(
+        self, blocks: int, chunk: int, stages: int, flight: int, waiting: int, costs: GpuCosts
+    ) -> None:
         self.costs, self.blocks, self.stages = costs, blocks, stages
         self.flight = min(flight, stages)
         self.each = chunk * blocks / costs.stream
@@ -119,7 +121,11 @@ class _Blocks:
         self.done = np.zeros(blocks)  # consumers
         self.count = np.zeros(blocks, np.int64)
         self.behind = 0.0  # what barriers took from the stream since the last copy
-        self.queue = max(0.0, self.flight * self.each - costs.latency)
+        # What words between blocks queue behind: the copies that a waiting block lets go.
+        few = min(self.flight, waiting)
+        self.queue = max(0.0, few * self.each - costs.latency)
+        self.each_waiting = max(self.each, costs.latency / few) if few < self.flight else self.each
+        self.idle = np.zeros((2, blocks))  # from when to when consumers waited for others
 
     def wait(self, phase: SimPhase) -> None:
         """All consumers wait for what the others made."""
@@ -138,8 +144,10 @@ class _Blocks:
 
     def run(self, phase: SimPhase) -> None:
         """One phase of all blocks."""
+        self.idle[0] = self.done
         if phase.wait:
             self.wait(phase)
+        self.idle[1] = self.done
         self.done = self.done + phase.before
         copies = np.asarray(phase.copies)
         j, least, most = 0, int(copies.min(initial=0)), int(copies.max(initial=0))
@@ -153,7 +161,9 @@ class _Blocks:
                 start = np.maximum(start, self.landed[(k - self.flight) % self.stages, on])
             self.issued[on] = start
             previous = self.landed[(k - 1) % self.stages, on] + (self.behind if j == 0 else 0.0)
-            land = np.maximum(start + self.costs.latency, previous + self.each)
+            slow = (start >= self.idle[0, on]) & (start < self.idle[1, on])
+            gap = np.where(slow, self.each_waiting, self.each)
+            land = np.maximum(start + self.costs.latency, previous + gap)
             self.landed[slot, on] = land
             done = np.maximum(land, self.done[on]) + self.consume
             self.done[on] = done
@@ -187,10 +197,12 @@ class _Blocks:
 
 
 def simulate_phases(
-    phases: Sequence[SimPhase], chunk: int, stages: int, flight: int, costs: GpuCosts
+    phases: Sequence[SimPhase], ring: tuple[int, int, int, int], costs: GpuCosts
 ) -> list[float]:
-    """The moment at which each phase ends, in seconds; `chunk` bytes a copy."""
-    blocks = _Blocks(len(np.asarray(phases[0].copies)), chunk, stages, flight, costs)
+    """The moment at which each phase ends, in seconds. `ring` is bytes of a chunk, stages, chunks
+    in flight, and chunks in flight while the block waits for others.
+    """
+    blocks = _Blocks(len(np.asarray(phases[0].copies)), *ring, costs)
     out = []
     for phase in phases:
         blocks.run(phase)
@@ -224,16 +236,33 @@ def shares(step: GpuStep, kind: GpuKind, layer: int) -> Array:
     return np.roll(each, -(n * t.rotate) % t.blocks)
 
 
+def places(step: GpuStep) -> tuple[Array, Array]:
+    """Bytes of weights of every place: in one layer, and in the head."""
+    edges = np.arange(step.tiling.blocks + 1)
+
+    def dealt(kind: GpuKind) -> Array:
+        return np.diff(edges * step.units[kind] // step.tiling.blocks) * step.unit_bytes(kind)
+
+    inner = [dealt(k) for k in step.units if step.columns(k) and k is not GpuKind.HEAD]
+    return np.sum(inner, axis=0), dealt(GpuKind.HEAD)
+
+
+def uneven(step: GpuStep, turns: Sequence[int]) -> list[float]:
+    """Bytes of weights of the busiest block over the mean in a whole step, for each `rotate`."""
+    layer, head = places(step)
+    blocks, layers = step.tiling.blocks, step.model.layers
+    every = np.arange(blocks)[None, :]
+    out = []
+    for turn in turns:
+        at = (every + turn * np.arange(layers)[:, None]) % blocks
+        total = layer[at].sum(0) + head[(every[0] + turn * layers) % blocks]
+        out.append(float(total.max() / total.mean()))
+    return out
+
+
 def busiest(step: GpuStep) -> float:
     """Bytes of weights of the busiest block over the mean, in a whole step."""
-    total = np.zeros(step.tiling.blocks)
-    kinds = [k for k in GpuKind if step.columns(k)]
-    for layer in range(step.model.layers):
-        for kind in kinds:
-            if kind is not GpuKind.HEAD:
-                total += shares(step, kind, layer) * step.unit_bytes(kind)
-    total += shares(step, GpuKind.HEAD, -1) * step.unit_bytes(GpuKind.HEAD)
-    return float(total.max() / total.mean())
+    return uneven(step, [step.tiling.rotate])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +271,8 @@ class _At:
 
     position: int
     costs: GpuCosts
-    attend_seconds: float = 0.0  # of a warp for `ahead` positions of each lane
-    ahead: int = 1
+    attend_seconds: float = 0.0  # of a warp for `positions` of the context
+    positions: int = 1
 
 
 def _attend_seconds(step: GpuStep, at: _At) -> float:
@@ -252,9 +281,7 @@ def _attend_seconds(step: GpuStep, at: _At) -> float:
     piece = -(-at.position // t.kv_pieces)
     rows = 8.0 * step.batch * (m.group + 2) * m.head_dim / costs.exchange
     cache = 4.0 * piece * m.head_dim * t.blocks / costs.stream  # 16-bit keys and values
-    lanes = 1 << max(0, (m.head_dim // 8 - 1).bit_length())  # of one position
-    side_by_side = t.warps * max(1, 32 // lanes) * at.ahead
-    turns = -(-piece // side_by_side) * -(-m.group // head_chunk(m.group))
+    turns = -(-piece // (t.warps * at.positions)) * -(-m.group // head_chunk(m.group))
     work = turns * at.attend_seconds
     return FILL_LATENCY + rows + max(cache, 2 * costs.latency, work)
 
@@ -338,10 +365,11 @@ def simulate_gpu(
     here = max(1, step.work.context // 2) if position is None else position
     at = _At(here, costs)
     if micro is not None:
-        at = _At(here, costs, micro.attend / machine.clock, micro.ahead)
+        at = _At(here, costs, micro.attend / machine.clock, micro.positions)
     few = range(min(3, step.model.layers))
     phases = step_phases(step, few, at, fusion)
-    ends = simulate_phases(phases, t.chunk_bytes, t.stages, t.in_flight, costs)
+    ring = (t.chunk_bytes, t.stages, t.in_flight, min(t.in_flight, t.in_flight_waiting))
+    ends = simulate_phases(phases, ring, costs)
     each = (len(phases) - 1) // len(few)
     first = ends[each * (len(few) - 1) - 1] if len(few) > 1 else 0.0
     layer = ends[-2] - first
@@ -374,5 +402,5 @@ def calibration_loop(
         for size in sizes
     ]
     first = replace(phases[0], wait="", stops=False)
-    ends = simulate_phases([first, *phases[1:]], chunk, stages, flight, costs)
+    ends = simulate_phases([first, *phases[1:]], (chunk, stages, flight, flight), costs)
     return ends[-1] + (costs.barrier_idle if wait == "barrier" else 0.0)

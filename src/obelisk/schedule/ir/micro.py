@@ -40,12 +40,11 @@ from obelisk.schedule.ir.passes import phases
 SHARED = (4, 30)  # issue and latency of a 16-byte shared load of a warp
 DEVICE = (8, 700)  # of a 16-byte load from device memory
 MMA = (8, 33)  # of one m16n8k16
-FMA = (8, 12)  # of eight fused multiply-adds of a lane
 SHUFFLE = (2, 23)
 SPECIAL = (8, 22)
 EVENT = (1, 20)  # looking at, or arriving at, an mbarrier
 FRAGMENTS = TILE_ROWS * K_BLOCK * WEIGHT_BYTES // 512  # of 16 bytes a lane, in 32 columns of a tile
-ATTEND_AHEAD = 6  # positions of the context that a lane has under way
+POSITIONS = 16  # of the context, that a warp takes at a time: the m of m16n8k16
 
 
 def times(cost: tuple[int, int], n: int) -> tuple[int, int]:
@@ -95,27 +94,29 @@ def _product(pen: _Pen, t: GpuTiling, special: bool) -> None:
     pen.put(StoreOp, [total], (2, 400))
 
 
-def _attend(pen: _Pen, heads: int) -> None:
-    """A few positions of the context: keys, scores, softmax, values; straight from device
-    memory.
+def _attend(pen: _Pen, head_dim: int) -> None:
+    """`POSITIONS` of the context for all query heads of a group: keys and values straight from
+    device memory, scores and sums on the tensor cores, softmax between them.
     """
-    keys = [pen.put(FragmentOp, [], DEVICE, registers=4)[0] for _ in range(ATTEND_AHEAD)]
-    values = [pen.put(FragmentOp, [], DEVICE, registers=4)[0] for _ in range(ATTEND_AHEAD)]
-    (queries,) = pen.put(LoadOp, [], SHARED, registers=8 * heads)
-    sums: SSAValue | None = None
-    for k, v in zip(keys, values, strict=True):
-        (score,) = pen.put(MultiplyOp, [k, queries], times(FMA, heads), registers=heads)
-        (score,) = pen.put(ReduceOp, [score], times(SHUFFLE, 4 * heads), registers=heads)
-        (weight,) = pen.put(SpecialOp, [score], times(SPECIAL, heads), registers=heads)
-        uses = [v, weight] + ([] if sums is None else [sums])
-        (sums,) = pen.put(MultiplyOp, uses, times(FMA, heads), registers=8 * heads)
-    assert sums is not None
-    pen.put(StoreOp, [sums], (2, 400))
+    steps = -(-head_dim // POSITIONS)
+    keys = [pen.put(FragmentOp, [], DEVICE, registers=4)[0] for _ in range(steps)]
+    values = [pen.put(FragmentOp, [], DEVICE, registers=4)[0] for _ in range(steps)]
+    scores: SSAValue | None = None
+    for key in keys:
+        (queries,) = pen.put(LoadOp, [], SHARED, registers=2)
+        uses = [key, queries] + ([] if scores is None else [scores])
+        (scores,) = pen.put(MultiplyOp, uses, MMA, registers=4)
+    assert scores is not None
+    (most,) = pen.put(ReduceOp, [scores], times(SHUFFLE, 3), registers=4)
+    (weights,) = pen.put(SpecialOp, [most], times(SPECIAL, 4), registers=2)
+    for value in values:
+        (sums,) = pen.put(MultiplyOp, [value, weights], MMA, registers=4)
+        pen.put(StoreOp, [sums], (2, 30))
 
 
-def expand(module: ModuleOp, t: GpuTiling, heads: int) -> None:
+def expand(module: ModuleOp, t: GpuTiling, head_dim: int) -> None:
     """Fill the micro-operations of every phase that streams: those of one chunk (attention: of the
-    positions that a lane has under way; `heads` query heads share them).
+    positions that a warp takes at a time).
     """
     for phase, _ in phases(module):
         kinds = [op.kind.data for op in phase.operators()]
@@ -123,7 +124,7 @@ def expand(module: ModuleOp, t: GpuTiling, heads: int) -> None:
             continue
         block = Block()
         if kinds[-1] == "attend":
-            _attend(_Pen(block), heads)
+            _attend(_Pen(block), head_dim)
         else:
             _product(_Pen(block), t, "gate" in kinds)
         phase.micro.add_block(block)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from xdsl.dialects.builtin import ModuleOp
 
 from obelisk.base.errors import UnknownName
-from obelisk.schedule.gpu import GpuTiling, head_chunk, shared_plan
+from obelisk.schedule.gpu import GpuTiling, shared_plan
 from obelisk.schedule.gpu_choice import EMITTED, Fusion
 from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.schedule.gpu_types import GpuSchedule
@@ -50,7 +50,7 @@ PASSES: Mapping[str, Pass] = MappingProxyType({
     "split": lambda m, s: passes.split(m, s.tiling),
     "fuse": lambda m, s: passes.fuse(m, s.fusion),
     "tile": lambda m, s: passes.tile(m, s.tiling, s.step.batch),
-    "micro": lambda m, s: micro.expand(m, s.tiling, head_chunk(s.step.model.group)),
+    "micro": lambda m, s: micro.expand(m, s.tiling, s.step.model.head_dim),
     "order": lambda m, s: micro.order(m, s.registers),
     "pages": _pages,
     "sync": lambda m, s: memory.insert_sync(m, s.tiling),
