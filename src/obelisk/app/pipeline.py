@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
@@ -25,6 +25,7 @@ from obelisk.app.compiled import Artifact, Compiled, materialise
 from obelisk.app.loading import load_for
 from obelisk.app.report import Report, SearchRow, count_failures
 from obelisk.app.request import Request, make_request
+from obelisk.app.sizing import structure
 from obelisk.app.storage import fetch, keep, key_of
 from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError, UserError
 from obelisk.base.log import logger
@@ -197,6 +198,7 @@ class _Run:
     stages: dict[str, float] = field(default_factory=dict)
     ready: list[tuple[_Lowered, Any]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)  # digests of what was lowered
+    known: dict[str, list[Any]] = field(default_factory=dict)  # lowering choices by graph
     build: Callable[[Lowering], Future[Any]] = field(init=False)
     stats: SearchStats = field(default_factory=SearchStats)
     notes: list[str] = field(default_factory=list)
@@ -343,7 +345,7 @@ class _Run:
         """
         request, backend = self.request, self.request.backend
         try:
-            options = request.options(graph)
+            options = self._options(graph)
             if choice >= len(options):
                 return None
             made = backend.lower(graph, request.machine, options[choice])
@@ -363,10 +365,16 @@ class _Run:
         self.lowered.append(found)
         return found
 
+    def _options(self, graph: Graph) -> list[Any]:
+        """The lowering choices of a graph, made once."""
+        if graph.digest not in self.known:
+            self.known[graph.digest] = self.request.options(graph)
+        return self.known[graph.digest]
+
     def _choices(self, graph: Graph) -> int:
         """How many lowering choices a graph has; 0 where it cannot be lowered."""
         try:
-            return len(self.request.options(graph))
+            return len(self._options(graph))
         except Exception:  # counted where the default choice is lowered
             return 0
 
@@ -377,9 +385,12 @@ class _Run:
         own = [(i, self.candidates[i].graph) for i in good]
         known = {g.digest for _, g in own}
         more: list[tuple[int, float, int, Graph]] = []
+        structures: set[Hashable] = set()
         for i in good:
-            if i == 0 or not self._promising(i):
+            kind = structure(self.candidates[i].graph)
+            if i == 0 or not self._promising(i) or kind in structures:
                 continue
+            structures.add(kind)
             siblings = request.backend.siblings(self.candidates[i].graph, request.machine)
             for rank, graph in enumerate(siblings):
                 if graph.digest not in known:

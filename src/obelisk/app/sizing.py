@@ -8,10 +8,10 @@ structure (a kernel that combines another's parts follows it), and the cheapest 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from obelisk.base.errors import UserError
-from obelisk.ir import Graph
+from obelisk.ir import Graph, Op
 from obelisk.ir.resize import blocks_of, resize
 from obelisk.machine import Machine, capacity, estimate
 
@@ -26,6 +26,24 @@ def shared_axes(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     while n < min(len(first), len(second)) and first[n] == second[n]:
         n += 1
     return n
+
+
+def structure(graph: Graph) -> Hashable:
+    """What graphs have in common that differ in sizes alone: operators, maps, and which cuts there
+    are.
+    """
+    return tuple(
+        (
+            len(b.grid),
+            b.loop > 1,
+            tuple(
+                (n.op, (n.attrs.index, n.attrs.imap, n.attrs.fmap) if n.op is Op.LOAD else None)
+                for n in b.body
+            ),
+            tuple(s.omap for s in b.stores),
+        )
+        for b in blocks_of(graph)
+    )
 
 
 def neighbours(graph: Graph, machine: Machine, most: int = MOST) -> list[Graph]:
