@@ -74,8 +74,7 @@ def check(kernels: Sequence[TritonKernel], machine: Machine, folder: Path) -> No
 def test_kernels_compile_for_every_architecture(machine: Machine, tmp_path: Path) -> None:
     graphs = fused()
     fold = lower_triton(graphs["attention norm"], machine).kernels[0]
-    product = lower_triton(graphs["gated odd"], machine).kernels[0]
-    check([fold, product, *mixed().kernels], machine, tmp_path)
+    check([fold, *mixed().kernels], machine, tmp_path)
 
 
 @pytest.mark.slow
@@ -130,7 +129,7 @@ def test_failures_name_reason_and_log_and_end_nothing(tmp_path: Path) -> None:
 def test_shared_memory_that_does_not_fit_is_named(tmp_path: Path) -> None:
     """Fewer stages are tried first; what does not fit with one is refused."""
     small = replace(H200, name="small", shared_bytes=40_000)
-    (kernel,) = lower_triton(gated(64, 512, 128, parts=1, loop=8), H200).kernels
+    (kernel,) = lower_triton(gated(64, 256, 128, parts=1, loop=4), H200).kernels
     assert kernel.stages > 1
     (built,) = compile_triton_many([kernel], small, directory=tmp_path)
     assert isinstance(built, TritonCubin)
