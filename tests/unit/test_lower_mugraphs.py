@@ -1,7 +1,7 @@
 """The published search results as kernels: every graph that is right lowers, compiles and runs.
 
 Proves here that each graph of the published checkpoints lowers for an H200 with either target, and
-that the last of several files compiles; on a GPU that all of them give what the program gives in float64.
+that the last of several files compiles; on a GPU that all of them give what the program gives.
 """
 
 from __future__ import annotations
