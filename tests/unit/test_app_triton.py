@@ -19,6 +19,7 @@ from obelisk.app.backends import backend_of, ordinal_of
 from obelisk.base.errors import BuildFailed, MissingDependency, UnknownName
 from obelisk.build.device import module_from_json
 from obelisk.build.triton import version
+from obelisk.lower.cuda import CudaOptions
 from obelisk.lower.triton import TritonOptions
 from obelisk.machine import find
 
@@ -45,6 +46,26 @@ def test_options_and_ablations_are_tritons_own() -> None:
     assert options[0] == TritonOptions()
     for changes in BACKEND.ablations.values():
         assert replace(options[0], **changes) != options[0]
+
+
+@needs_triton
+def test_both_compilers_race_in_turns(fresh_cache: Path) -> None:
+    """The defaults of both come first; each text is built and packed by its own compiler."""
+    both = backend_of("gpu")
+    graph = fused()["gated"]
+    options = both.options(graph, H200)
+    assert options[:2] == [CudaOptions(), TritonOptions()]
+    assert sum(isinstance(o, TritonOptions) for o in options) == len(BACKEND.options(graph, H200))
+    made = [both.lower(graph, H200, o) for o in options[:2]]
+    assert [m.label.startswith("Triton") for m in made] == [False, True]
+    with ThreadPoolExecutor(2) as pool:
+        build = both.builder(H200, pool)
+        files = [both.files(m, build(m).result()) for m in made]
+    for found in files:
+        module = module_from_json(json.loads(found["module.json"]))
+        assert len(module.kernels) == len(found) - 1
+    assert files[0]["kernel0.cubin"] != files[1]["kernel0.cubin"]
+    assert "triton" in both.toolchain()
 
 
 @needs_triton

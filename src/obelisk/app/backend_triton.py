@@ -75,7 +75,7 @@ class TritonBackend(CudaBackend):
         module = lower_triton(graph, machine, options)
         return Lowering(
             graph,
-            describe(options),
+            f"Triton, {describe(options)}",
             module.digest,
             "\n".join(k.source for k in module.kernels),
             module.scratch_bytes + COUNTER_BYTES,

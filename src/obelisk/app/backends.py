@@ -27,8 +27,9 @@ _REGISTRY: Mapping[str, str] = {
     "host": "obelisk.app.backend_cpu",
     "cuda": "obelisk.app.backend_cuda",
     "triton": "obelisk.app.backend_triton",  # the same devices through another compiler
+    "gpu": "obelisk.app.backend_gpu",  # both in one race
 }
-_COUNTED = ("cuda", "triton")
+_COUNTED = ("cuda", "triton", "gpu")
 
 
 @dataclass(frozen=True, slots=True)
