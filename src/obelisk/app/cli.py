@@ -88,7 +88,7 @@ DTypeOpt = Annotated[
     str | None, typer.Option("--dtype", help="f32 (default on a CPU), f16 (on a GPU), bf16 or f64.")
 ]
 DeviceOpt = Annotated[
-    str, typer.Option("--device", help="cpu: this machine; cuda, triton or gpu (both), each also with :N: its GPU.")
+    str, typer.Option("--device", help="cpu: this machine; cuda, triton or gpu (both): its GPU.")
 ]
 MORE = {"allow_extra_args": True, "ignore_unknown_options": True}  # for --no-NAME
 BudgetOpt = Annotated[
