@@ -13,6 +13,9 @@ when it is safe. Obligations:
    barriers, and polls (who reads a word with its tag knows what its writer knew). Reading asks for
    more, since tagged words are stored without a fence: each word that another block wrote must have
    been polled itself, or lie behind a barrier.
+   A mark need not be unique: it differs from that of the words' use before, no more. So the use
+   before must be known to be written when a block begins to look, or it could take the one before
+   that for the new one.
 5. Values: every read finds what the defining order of tasks says it must find.
 6. Roles: a grid barrier is met by the consumers of every block; the loader meets nobody (measured:
    a loader that stops at barriers costs 17%), and so cannot be waited for.
@@ -237,6 +240,8 @@ class _Run:
         self.content = np.zeros(n, np.int64)
         self.tag = np.full(n, -1, np.int64)
         self.polled = np.full((n, blocks), -1, np.int64)  # the tag that a block has found there
+        self.past_writer = np.full(n, -1, np.int64)  # of the use before
+        self.past_time = np.zeros(n, np.int64)
         self.fenced = np.zeros((blocks, blocks), np.int64)  # what barriers alone made known
         self.stamp: dict[tuple[int, int], Array] = {}  # (block, time) -> its clock then
         self.met: dict[tuple[int, str], list[int]] = {}
@@ -304,6 +309,10 @@ class _Run:
         if not np.all(self.tag[cells] == self._tag(step, item.region.layer)):
             return False
         self.polled[cells, core] = self.tag[cells]
+        past = self.past_writer[cells]
+        if np.any((past >= 0) & (self.past_time[cells] > self.clock[core][np.maximum(past, 0)])):
+            self._fault("mark", f"block {core} looks for {item.region.value}@{item.region.layer} "
+                        "before it knows that the use before was written")  # fmt: skip
         # Who reads a tagged word knows what its writer knew when it wrote it.
         key = (cells.start, self.content[cells].tobytes())
         joined = self.known.get(key)
@@ -350,6 +359,8 @@ class _Run:
         for r in row.writes(self.step, task, core):
             cells = self.words.where(r)
             self._ordered(cells, time, task, r, write=True)
+            self.past_writer[cells] = self.writer[cells]
+            self.past_time[cells] = self.writer_time[cells]
             self.writer[cells] = core
             self.writer_time[cells] = time[core]
             self.read_time[cells] = 0

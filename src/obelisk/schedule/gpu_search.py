@@ -287,7 +287,7 @@ class _Search:
         self.order: dict[GpuTiling, int] = {}
         self.beside: dict[tuple[object, ...], list[GpuTiling]] = {}
         self.looked: set[GpuTiling] = set()
-        self.bounded = 0
+        self.bounded = self.fits = 0
         self.apart: list[tuple[str, float]] = []
         self.found: list[tuple[float, int, GpuChoice]] = []
 
@@ -319,6 +319,7 @@ class _Search:
                 self.beside.setdefault(place, []).append(t)
             if self.tried % 64 == 0:
                 self.listener.update("schedule", {"tried": self.tried, "fit": len(self.fitting)})
+        self.fits = len(self.fitting)
 
     def _drop(self, t: GpuTiling, fusion: Fusion, need: Fit) -> None:
         if need.limit not in self.pruned:
@@ -500,7 +501,7 @@ def search_gpu(
         listener.update("judge", {"judged": i, "of": len(best)})
         judge_choice(model, work, choice, machine)
     account = GpuAccount(
-        run.tried, tuple(sorted(run.pruned.items())), tuple(run.examples), len(run.fitting),
+        run.tried, tuple(sorted(run.pruned.items())), tuple(run.examples), run.fits,
         run.bounded, run.simulated, run.resumed, tuple(run.apart),
         time.monotonic() - start, finished,
     )  # fmt: skip
