@@ -17,11 +17,11 @@ from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node
 from obelisk.ir.op import LoadAttrs, Op
+from obelisk.lower.cuda.cluster import Clustered
 from obelisk.lower.cuda.combine import Gathering
 from obelisk.lower.cuda.layout import Layout, column_dim, row_dim, up
-from obelisk.lower.cuda.merge import Joined
 from obelisk.lower.cuda.options import CudaOptions, TensorMap
-from obelisk.lower.cuda.product import LINE, VECTOR, WIDE_COLUMNS, WIDE_ROWS, Stage
+from obelisk.lower.cuda.product import LINE, WIDE_COLUMNS, WIDE_ROWS, Stage
 from obelisk.lower.cuda.values import ACCUMULATORS, Text, Value, base_of
 from obelisk.lower.schedule import Operand
 from obelisk.machine.description import Feature, Machine
@@ -41,22 +41,6 @@ ALIGNMENT = 8 * LINE  # of swizzled tiles
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """What a block of a cluster receives of a result.
-
-    Attributes:
-        dim: of the result, along which the blocks share it (None: each receives all of it).
-        share: elements of a share along that dim.
-        slot: elements from one block's part to the next; `size`: bytes of all parts.
-    """
-
-    dim: int | None
-    share: int
-    slot: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Box:
     """A tile as the copy engine gets it: the number of its map, the map, the text of its first
     column and row, in how many boxes of 64 columns it comes, and whether one block alone reads it.
@@ -70,7 +54,7 @@ class Box:
     once: str
 
 
-class Fragments(Joined):
+class Fragments(Clustered):
     """Prints one block graph with products."""
 
     def __init__(
@@ -90,10 +74,9 @@ class Fragments(Joined):
         self.options, self.machine = options, machine
         self.shared_limit = machine.shared_bytes - STATIC
         self.products = [n for n in block.body if n.op is Op.MATMUL]
-        self.local: dict[int, Received] = {}
-        self.parts = 1
+        self.local, self.parts, self.message = {}, 1, 0
         if ending is not None:
-            self._keep(*ending)
+            self.keep(*ending)
         self._roles()
         self.operands = self._operands()
         self.wide = self._wide()
@@ -508,12 +491,11 @@ class Fragments(Joined):
             if moving and not self.bulk:
                 t.line("ob_copy_wait<0>();")
             self.merge(t)
-        place = self.needed()
-        for j, got in self.local.items():
-            t.line(f"float *const part{j} = (float *)(base + {place});")
-            place += got.size
+        elif self.local:
+            t.line("__syncthreads();  // tiles make room for messages")
         if self.local:
-            t.line("ob_cluster_wait();  // the others have begun")
+            for line in self.boxes(up(self.exchanged(), 16), self.needed()):
+                t.line(line)
         if self.groups > 1:
             t.open(f"if (group < {self.sharers})")
         t.lines += ["  " * t.depth + x for x in self.out[Phase.POST].lines]
@@ -568,65 +550,6 @@ class Fragments(Joined):
             t.line(f"if (++slot == {self.buffers}) slot = 0, parity ^= 1;")
         t.close()
 
-    def _keep(self, ending: Gathering, places: Sequence[int]) -> None:
-        """Results go to the shared memory of the blocks of a cluster that combine them."""
-        self.split, self.parts = ending.split, ending.block.grid[0]
-        results = list(self.results)
-        names = list(self.result_names)
-        for load in ending.block.loads:
-            j, shape = places[load.attrs.index], load.shape[1:]
-            if results[j].dtype is not DType.F32 or j in self.local:
-                raise Infeasible("parts that are not f32, or read twice")
-            pitch = shape[-1] + (8 if shape[-1] % 16 == 0 else 0)  # rows in different banks
-            strides = [1]
-            for n in (pitch, *reversed(shape[:-1])):
-                strides.insert(0, strides[0] * n)
-            slot = up(strides.pop(0), 4)
-            (dim,) = load.attrs.imap
-            if dim == load.rank - 1 and shape[-1] % VECTOR:
-                raise Infeasible(f"shares of {shape[-1]} columns")
-            size = 4 * slot * self.parts
-            self.local[j] = Received(dim, load.shape[dim] if dim is not None else 0, slot, size)
-            results[j] = Operand(DType.F32, (slot, *strides))
-            names[j] = f"part{j}"
-        self.results, self.result_names = results, names
-        self.shared_limit -= self.received()
-
-    def received(self) -> int:
-        """Bytes of the parts that a block of a cluster receives."""
-        return sum(r.size for r in self.local.values())
-
-    def store_moves(self, j: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if j in self.local:
-            moves = [0] * (len(self.block.grid) + 1)
-            moves[self.split] = self.local[j].slot
-            return self.results[j].strides, tuple(moves)
-        return super().store_moves(j)
-
-    def target(self, j: int, base: str, strides: Sequence[int], layout: Layout) -> str:
-        """An element of a part goes to the block whose share it is, or to all of them in turn."""
-        if j not in self.local:
-            return super().target(j, base, strides, layout)
-        node, got = self.block.stores[j].value, self.local[j]
-        if got.dim is None:
-            return f"ob_remote({base}, to) + {self.address(node, strides, layout)}"
-        axis = self.axes.of[node][got.dim]
-        assert axis is not None
-        others = tuple(0 if d == got.dim else s for d, s in enumerate(strides))
-        index = f"({self.index(axis, layout)})"
-        inside = f"{index} % {got.share} * {strides[got.dim]}"
-        return (
-            f"ob_remote({base}, {index} / {got.share}) + {inside} + "
-            f"{self.address(node, others, layout)}"
-        )
-
-    def nested(self, j: int, text: Text) -> int:
-        """Loops around the writing of an element: over the blocks that all receive it."""
-        if j not in self.local or self.local[j].dim is not None:
-            return 0
-        text.open(f"for (int to = 0; to < {self.parts}; to++)")
-        return 1
-
     def exchanged(self) -> int:
         """Bytes of tiles for the whole block and of what the groups exchange behind them."""
         if self.groups == 1:
@@ -644,9 +567,11 @@ class Fragments(Joined):
         return need
 
     def needed(self) -> int:
-        """Bytes of shared memory for tiles, or in their place for what the groups exchange."""
+        """Bytes of shared memory for tiles, or in their place for what the groups exchange and the
+        messages to other blocks.
+        """
         slack = 0
         if any(self.axes.axes[a].extent // self.column_warps % 16 for a in self.shared_axes):
             # The last warp's fragments of 16 columns reach half beyond the tile.
             slack = 16 * max(s.stride for s in self.stages.values())
-        return up(max(self.shared + slack, self.exchanged()), 16)
+        return up(max(self.shared + slack, up(self.exchanged(), 16) + self.received()), 16)

@@ -24,6 +24,19 @@ OB_DEVICE void ob_barrier_wait(unsigned at, unsigned parity) {
       "r"(parity)
       : "memory");
 }
+// These threads' own writes to shared memory become visible to the copy engine.
+OB_DEVICE void ob_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Bytes from this block's shared memory to the same place in that of another block of the cluster,
+// whose barrier counts them.
+OB_DEVICE void ob_bulk_send(void *to, const void *from, unsigned bytes, unsigned barrier, int block) {
+  unsigned there, counter;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(ob_shared(to)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(barrier), "r"(block));
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   there),
+               "r"(ob_shared(from)), "r"(bytes), "r"(counter)
+               : "memory");
+}
 
 // How the copy engine sees a matrix; made by the host, a kernel argument.
 struct alignas(64) ob_map { char bytes[128]; };
