@@ -5,7 +5,6 @@ hang back, or come from Ray lose nothing but their own share.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import signal
 import tempfile
@@ -255,20 +254,6 @@ def test_a_process_with_threads_is_not_forked() -> None:
     finally:
         over.set()
         other.join()
-
-
-def test_the_collector_is_left_as_it_was() -> None:
-    """A search freezes what was there only for itself, and only where nobody else did."""
-    program = load_program("lora")
-    before = gc.get_freeze_count()
-    search(program, CPU, workers=1)
-    assert gc.get_freeze_count() == before
-    gc.freeze()
-    try:
-        search(program, CPU, workers=1)
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
 
 
 def test_long_units_go_first_and_nothing_else_moves(tasks: Callable[[Graph], list[Task]]) -> None:

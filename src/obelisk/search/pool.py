@@ -76,25 +76,6 @@ class Executor(Protocol):
         """End all workers; queued and running units are forgotten."""
 
 
-class _Calm:
-    """While it holds, the garbage collector leaves alone what was there before: walking the whole
-    process again and again took a third of a search's time.
-    """
-
-    def __init__(self) -> None:
-        self._held = gc.get_freeze_count() == 0  # else somebody else's choice stays
-        if self._held:
-            gc.freeze()
-
-    def release(self) -> None:
-        """Everything is looked at again."""
-        if self._held:
-            gc.unfreeze()
-            self._held = False
-
-    __del__ = release
-
-
 class Local:
     """One unit after the other in this process."""
 
@@ -109,7 +90,6 @@ class Local:
         self._bench = Bench(context, graph, tick)
         self._limits = limits
         self._tasks: deque[Task] = deque()
-        self._calm = _Calm()
 
     def submit(self, task: Task) -> None:
         """Queue a unit."""
@@ -128,7 +108,6 @@ class Local:
     def close(self) -> None:
         """Forget what is queued."""
         self._tasks.clear()
-        self._calm.release()
 
 
 def can_fork() -> bool:
@@ -201,7 +180,6 @@ class Pool:
         self._again: set[str] = set()
         self._workers: list[_Worker] = []
         self._starts = 2 * workers + 8  # a machine on which workers keep dying gets no more
-        self._calm = _Calm()
         self._typical = SHORT_SECONDS  # seconds of a unit lately
 
     @property
@@ -251,7 +229,6 @@ class Pool:
             w.pipe.close()
             w.process.wait()
         self._workers.clear()
-        self._calm.release()
 
     # -- workers ---------------------------------------------------------------------------------
     def _start(self) -> None:
