@@ -12,7 +12,7 @@ import pytest
 
 from obelisk.base.errors import Infeasible, ParseError
 from obelisk.ir import Graph, KernelGraph, random_inputs, run
-from obelisk.machine import find
+from obelisk.machine import capacity, estimate, find
 from obelisk.search import Budget, plan_plain, read_plan, replan, replan_one, search
 
 CPU = find("cpu")
@@ -96,6 +96,24 @@ def test_plans_survive_their_plain_form() -> None:
         assert read_plan(data) == candidate.plan
         program = attention(3, 32, 77)
         assert replan(read_plan(data), program, CPU) == replan(candidate.plan, program, CPU)
+
+
+def test_one_structure_serves_a_cpu_and_a_gpu() -> None:
+    """Found for a CPU, sized for an H200: fits, is right, and is no worse than the CPU's sizes."""
+    gpu = find("h200")
+    program = attention(4, 64, 512)
+    inputs = random_inputs(program, 1, 0.4)
+    want = run(program, inputs)[0]
+    for candidate in search(program, CPU).candidates[1:4]:
+        assert candidate.plan is not None
+        there = replan(candidate.plan, program, gpu, descend=True)
+        np.testing.assert_allclose(run(there, inputs)[0], want, rtol=1e-9, atol=1e-12)
+        for launch in there.launches():
+            assert launch.block is not None
+            assert capacity(launch.block, gpu) is None
+        kept = replan(candidate.plan, program, gpu)
+        assert estimate(there, gpu).seconds <= 1.001 * estimate(kept, gpu).seconds
+        assert there.digest != candidate.graph.digest
 
 
 @pytest.mark.parametrize("wrong", [None, {}, {"pieces": [{"first": 0}]}, {"pieces": 3}])

@@ -79,14 +79,17 @@ def make_plan(
     return Plan(tuple(pieces), window, thread_graphs)
 
 
-def replan(plan: Plan, graph: Graph, machine: Machine) -> Graph:
+def replan(plan: Plan, graph: Graph, machine: Machine, *, descend: bool = False) -> Graph:
     """The plan's structure for the same program at other extents.
+
+    With `descend` all sizes are chosen anew by the cost model, as for a plan that was made for
+    another machine; that takes some tenths of a second.
 
     Raises `Infeasible` where the program is not the same but for extents (other operators, or an
     extent that became 1 or ceased to be 1: see `replan_one`), or where no proposed size fits the
     machine: search again then.
     """
-    found = _assemble(plan, graph, machine)
+    found = _assemble(plan, graph, machine, descend)
     return fuse_graph(found, machine) if plan.thread_graphs else found
 
 
@@ -118,7 +121,7 @@ def _over(found: Graph, graph: Graph) -> tuple[Node, ...]:
     return found.outputs
 
 
-def _assemble(plan: Plan, graph: Graph, machine: Machine) -> Graph:
+def _assemble(plan: Plan, graph: Graph, machine: Machine, descend: bool = False) -> Graph:
     partition = Partition(graph, machine, plan.window)
     if not plan.pieces or plan.pieces[-1].last != len(partition.order):
         raise Infeasible("the plan is of another program: its operators differ; search again")
@@ -130,13 +133,13 @@ def _assemble(plan: Plan, graph: Graph, machine: Machine) -> Graph:
             raise Infeasible("the plan is of another program: a part of it is no kernel here")
         intervals.append(interval)
         if piece.skeleton is not None:
-            chosen[id(interval)] = _resize(piece, interval.segment, machine)
+            chosen[id(interval)] = _resize(piece, interval.segment, machine, descend)
     cover = Cover(tuple(intervals), 0.0)
     outputs = partition.assemble(cover, lambda i: chosen.get(id(i)))
     return make_graph(graph.inputs, outputs, graph.input_names, graph.output_names, graph.name)
 
 
-def _resize(piece: Piece, segment: Segment | None, machine: Machine) -> Instance:
+def _resize(piece: Piece, segment: Segment | None, machine: Machine, descend: bool) -> Instance:
     assert piece.skeleton is not None
     assert piece.sizes is not None
     if segment is None or len(segment.extents) != len(piece.extents):
@@ -144,7 +147,7 @@ def _resize(piece: Piece, segment: Segment | None, machine: Machine) -> Instance
     if tuple(segment.dims[leaf] for leaf in segment.leaves) != piece.leaf_dims:
         raise Infeasible("the plan was made for another program: its tensors differ; search again")
     sizer = Sizer(piece.skeleton, segment, machine, lambda: False)
-    proposals = [piece.sizes, _same_tiles(piece, segment)]
+    proposals = [] if descend else [piece.sizes, _same_tiles(piece, segment)]
     found = [i for sizes in proposals if (i := sizer.evaluate(sizes)) is not None]
     best = min(found, key=lambda i: i.cost.seconds, default=None) or next(iter(sizer.best(1)), None)
     if best is None:
