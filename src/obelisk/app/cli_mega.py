@@ -72,6 +72,21 @@ def _explain(choices: list[Choice], account: SearchAccount) -> None:
         console.print(Text(f"  {example}"), soft_wrap=True)
 
 
+def _check_search_options(
+    machine: Machine, explain_only: bool, ir_pass: str | None, checkpoint: Path | None, resume: bool
+) -> None:
+    """Refuse options that would be ignored."""
+    if ir_pass is not None and not explain_only:
+        raise UserError("--ir shows the passes of a search: it needs --explain")
+    if resume and checkpoint is None:
+        raise UserError("--resume needs --checkpoint FILE, the file to begin with")
+    if machine.kind is MachineKind.CUDA:
+        return
+    for name, value in (("--ir", ir_pass), ("--checkpoint", checkpoint)):
+        if value is not None:
+            raise UserError(f"{name} is for GPUs: the CPU's few schedules are searched in seconds")
+
+
 def _explain_gpu(
     config: ModelConfig, work: Workload, machine: Machine, cores: int | None, ir_pass: str | None,
     checkpoint: Path | None, resume: bool, json_file: Path | None,
@@ -133,6 +148,7 @@ def synth(
     """Synthesise a megakernel for a model: one program that runs whole decode steps."""
     require_directory(model)
     console = stdout()
+    _check_search_options(find(device), explain_only, ir_pass, checkpoint, resume)
     if explain_only:
         config = read_config(model)
         machine = find(device)
