@@ -124,7 +124,7 @@ def run_triton(graph: Graph, arrays: list[Any], seed: int, job: Job) -> Result:
     from tests.triton_interpreter import Interpreter
 
     rng = random.Random(seed)
-    options = TritonOptions(warps=rng.choice((0, 4, 8)), loop_scale=rng.choice((0, 1, 2)))
+    options = TritonOptions(warps=rng.choice((0, 4, 8)), loop_tile=rng.choice((0, 16, 128)))
     machine = find(rng.choice(("h200", "rtx3090")))
     module = lower_triton(graph, machine, options)
     if lower_triton(graph, machine, options) != module:

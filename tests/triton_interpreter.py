@@ -23,7 +23,7 @@ from obelisk.base.errors import Infeasible
 from obelisk.ir import DType, Graph, KernelGraph, Precision, random_inputs, run
 from obelisk.ir.resize import blocks_of
 from obelisk.lower.cuda.options import Place
-from obelisk.lower.triton import TritonKernel, TritonModule, lower_triton
+from obelisk.lower.triton import TritonKernel, TritonModule, TritonOptions, lower_triton, variants
 from obelisk.machine import find
 from tests import strategies
 from tests.cuda_graphs import attention, fused, gated, low_rank, norm_matmul
@@ -220,6 +220,14 @@ def operators() -> Iterator[Graph]:
     yield from ops.products()
 
 
+def choices() -> Iterator[tuple[Graph, TritonOptions]]:
+    """Fused graphs with every lowering choice."""
+    graphs = fused()
+    for name in ("attention short", "gated odd", "low rank odd", "norm matmul"):
+        for options in variants(graphs[name], find("h200"))[1:]:
+            yield graphs[name], options
+
+
 def rows_of_scores() -> Iterator[Graph]:
     """Attention of short lengths, in one kernel and split, f16 and bf16."""
     for dtype in (DType.F16, DType.BF16):
@@ -258,13 +266,17 @@ def inputs_of(name: str, graph: Graph) -> Iterator[list[Any]]:
     yield [np.array(strided(a, n.attrs.strides)) for a, n in zip(arrays, graph.inputs, strict=True)]
 
 
-def numbered(name: str) -> Iterator[Graph]:
-    """A set, or random programs: `random:FIRST:COUNT`."""
-    if name.startswith("random:"):
+def numbered(name: str) -> Iterator[tuple[Graph, TritonOptions]]:
+    """The graphs of a set and how to lower them; random programs: `random:FIRST:COUNT`."""
+    if name == "choices":
+        yield from choices()
+    elif name.startswith("random:"):
         _, first, count = name.split(":")
-        yield from (random_program(int(first) + i) for i in range(int(count)))
+        for i in range(int(count)):
+            yield random_program(int(first) + i), TritonOptions()
     else:
-        yield from SETS[name]()
+        for graph in SETS[name]():
+            yield graph, TritonOptions()
 
 
 def main(names: Sequence[str]) -> None:
@@ -273,10 +285,10 @@ def main(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         interpreter = Interpreter(Path(folder))
         for name in names:
-            for i, graph in enumerate(numbered(name)):
+            for i, (graph, options) in enumerate(numbered(name)):
                 line: dict[str, Any] = {"set": name, "graph": f"{i} {graph.name}"}
                 try:
-                    module = lower_triton(graph, machine)
+                    module = lower_triton(graph, machine, options)
                     worst = 0.0
                     for arrays in inputs_of(name, graph):
                         got = interpreter.run(module, graph, arrays)

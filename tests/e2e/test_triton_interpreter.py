@@ -40,6 +40,7 @@ def interpreted(name: str) -> list[dict[str, Any]]:
         ("found", 10),  # what the search returns
         ("blocks", 45),  # every feature of the block level
         ("operators", 22),  # every operator and dtype
+        ("choices", 15),  # every lowering choice
         ("scores", 20),  # attention: lengths 1 to 65, scores of 5 to 1000, f16 and bf16
         ("random:0:10", 10),
     ],

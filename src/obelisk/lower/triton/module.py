@@ -15,15 +15,17 @@ from obelisk.ir.block import BlockGraph
 from obelisk.ir.graph import Graph, Launch
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
-from obelisk.lower.cuda.module import RULES, SCRATCH_LIMIT, Source, scaled
+from obelisk.lower.cuda.module import RULES, SCRATCH_LIMIT, Source, product_rows
 from obelisk.lower.cuda.names import kind_of
 from obelisk.lower.cuda.options import CudaLaunch, CudaOptions, Place, Pointer
+from obelisk.lower.cuda.sizes import scaled
 from obelisk.lower.program import _Program
 from obelisk.lower.schedule import flatten
 from obelisk.lower.tile import Binding, Call, Chain, Kernel, TensorKind, View
 from obelisk.lower.triton import default
 from obelisk.lower.triton.names import KIND_TYPE, indented, literal, stored
 from obelisk.lower.triton.options import TritonKernel, TritonModule, TritonOptions
+from obelisk.lower.triton.padding import LEAST_PRODUCT
 from obelisk.lower.triton.prelude import prelude
 from obelisk.lower.triton.products import Products
 from obelisk.machine.description import Machine, MachineKind
@@ -144,7 +146,7 @@ class _Lowering:
         title = f"Grid {block.grid}, loop {block.loop}."
         options = self.options
         warps = options.warps or min(MOST_WARPS, max(4, work.largest // WARP_ELEMENTS))
-        stages = options.stages or self.stages(block, work)
+        stages = self.stages(block, work)
         return TritonKernel(
             ENTRY,
             module_text(params, title, body),
@@ -160,6 +162,8 @@ class _Lowering:
         """Iterations in flight: as many as fit."""
         if (block.loop == 1 and not work.inner) or not work.streamed:
             return 1
+        if self.options.stages:
+            return self.options.stages
         room = int(SHARED_SHARE * self.machine.shared_bytes)
         most = MOST_STAGES if work.inner else min(MOST_STAGES, block.loop)
         return max(1, min(most, room // work.streamed))
@@ -197,17 +201,45 @@ def lower_triton(graph: Graph, machine: Machine, options: TritonOptions = DEFAUL
         raise Infeasible(
             f"{machine.name} is a {machine.kind} machine; the Triton target cannot serve it"
         )
-    finer = scaled(graph, CudaOptions(loop_scale=options.loop_scale))
-    return _Lowering(_TritonProgram(finer, RULES, machine.cores), machine, options).run()
+    return _Lowering(
+        _TritonProgram(sized(graph, options), RULES, machine.cores), machine, options
+    ).run()
+
+
+def sized(graph: Graph, options: TritonOptions) -> Graph:
+    """The graph at the sizes that the options ask for; the CUDA target has the same choices."""
+    wanted = CudaOptions(
+        loop_tile=options.loop_tile, row_tile=options.row_tile, column_tile=options.column_tile
+    )
+    return scaled(graph, wanted)
 
 
 def variants(graph: Graph, machine: Machine) -> list[TritonOptions]:
-    """The lowering choices worth racing for a graph on this machine, the default first."""
+    """The lowering choices worth racing for a graph on this machine, the default first.
+
+    Flat products are bound by what they read: deeper pipelines and longer tiles. Tall ones want
+    tiles of 64 rows and more, and more warps.
+    """
     module = lower_triton(graph, machine)
     chosen = {k.warps for k in module.kernels}
     options = [DEFAULT]
-    options += [TritonOptions(warps=w) for w in (4, 8) if {w} != chosen]
-    if any(k.stages > 1 for k in module.kernels):
-        options += [TritonOptions(stages=s) for s in (2, 6)]
-        options += [TritonOptions(warps=8, stages=3)]
+    rows = product_rows(graph)
+    if not any(k.stages > 1 for k in module.kernels) or rows == 0:
+        return options + [TritonOptions(warps=w) for w in (4, 8) if {w} != chosen]
+    options += [TritonOptions(stages=s) for s in (6, 2)]
+    if rows <= LEAST_PRODUCT:
+        options += [
+            TritonOptions(stages=8),
+            TritonOptions(stages=6, column_tile=64),
+            TritonOptions(stages=4, loop_tile=128),
+            TritonOptions(stages=4, loop_tile=128, column_tile=64),
+            TritonOptions(warps=8, stages=6),
+        ]
+        return options
+    options += [
+        TritonOptions(warps=8, stages=3),
+        TritonOptions(row_tile=64, stages=3),
+        TritonOptions(row_tile=64, stages=2, loop_tile=128),
+        TritonOptions(row_tile=128, warps=8, stages=3),
+    ]
     return options

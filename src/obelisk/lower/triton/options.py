@@ -18,14 +18,17 @@ class TritonOptions:
 
     Attributes:
         warps: of a block; 1, 2, 4, 8 or 16 (0: chosen by the largest tile).
-        stages: iterations whose loads are in flight (0: as many as fit in shared memory, at most
-            4).
-        loop_scale: iterations are cut into this many shorter ones before lowering (0: chosen).
+        stages: iterations whose loads are in flight, in kernels whose loops feed products (0: as
+            many as fit in shared memory, at most 4).
+        loop_tile: elements along the loop that an iteration has, where it has products (0: 64).
+        row_tile, column_tile: least rows and columns of a tile of a product (0: as in the graph).
     """
 
     warps: int = 0
     stages: int = 0
-    loop_scale: int = 0
+    loop_tile: int = 0
+    row_tile: int = 0
+    column_tile: int = 0
 
 
 @dataclass(frozen=True, slots=True)
