@@ -15,7 +15,7 @@ from rich.text import Text
 
 from obelisk.app.compare import TOLERANCE, compare, first_beyond
 from obelisk.app.display import Display, rows_table, stdout
-from obelisk.app.explain_gpu import explain_gpu, print_explained, text_of_pass
+from obelisk.app.explain_gpu import explain_gpu, print_explained, require_pass, text_of_pass
 from obelisk.app.report import show_bytes, show_us
 from obelisk.app.synth import describe, explain, require_directory, synthesise, workload_of
 from obelisk.base.errors import UserError
@@ -91,6 +91,7 @@ def _explain_gpu(
     config: ModelConfig, work: Workload, machine: Machine, cores: int | None, ir_pass: str | None,
     checkpoint: Path | None, resume: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
+    require_pass(ir_pass)
     with Display() as progress:
         found = explain_gpu(
             config, work, machine, blocks=cores, checkpoint=checkpoint, resume=resume,

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from obelisk.app.display import rows_table
 from obelisk.app.report import show_bytes, show_us
+from obelisk.base.errors import UnknownName
 from obelisk.base.progress import Progress
 from obelisk.machine import Machine
 from obelisk.schedule.gpu_resources import (
@@ -91,6 +92,14 @@ def explain_gpu(
         model, work, machine, tuple(choices), account, tuple(stage_rows(model, work, machine)),
         tuple(reused),
     )  # fmt: skip
+
+
+def require_pass(name: str | None) -> None:
+    """Raise `UnknownName` for a pass there is not."""
+    from obelisk.schedule.ir import STAGES
+
+    if name is not None and name not in STAGES:
+        raise UnknownName(f"no pass {name!r}: known are {', '.join(STAGES)}")
 
 
 def text_of_pass(

@@ -297,7 +297,7 @@ class _Search:
 
     def prune(self) -> None:
         """Look at every cut: drop what does not fit, bound the rest."""
-        over: dict[tuple[int, int, int], float] = {}
+        bounds: dict[tuple[object, ...], float] = {}
         needs: dict[tuple[GpuTiling, Fusion], Fit] = {}
         for t, fusion in self._candidates():
             self.tried += 1
@@ -309,12 +309,12 @@ class _Search:
             if need.refusal is not None:
                 self._drop(t, fusion, need)
                 continue
-            turned = (t.o_split, t.down_split, t.rotate)
-            if turned not in over:
-                over[turned] = busiest(self.step(t))
-            least = bound(self.step(t), self.machine, over[turned])
+            decides = (t.o_split, t.down_split, t.rotate, t.barriers)
+            if decides not in bounds:
+                step = self.step(t)
+                bounds[decides] = bound(step, self.machine, busiest(step))
             self.order[t] = len(self.order)
-            self.fitting[t] = (least, need)
+            self.fitting[t] = (bounds[decides], need)
             for place in _places(t):
                 self.beside.setdefault(place, []).append(t)
             if self.tried % 64 == 0:
