@@ -21,7 +21,7 @@ from obelisk.build.cuda import (
     parse_resources,
     toolchain,
 )
-from obelisk.lower.cuda import lower_cuda
+from obelisk.lower.cuda import CudaOptions, lower_cuda
 from obelisk.machine import Machine, find
 
 MACHINES = [find(n) for n in ("a100", "rtx3090", "rtx4090", "h200", "b200", "rtx5090")]
@@ -54,10 +54,14 @@ def test_the_machines_are_the_architectures() -> None:
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.arch)
 def test_fused_kernels_compile_within_limits(machine: Machine) -> None:
     sources: dict[str, tuple[int, int]] = {}
-    picked = ("attention norm", "gated odd", "norm matmul split")
+    tall = CudaOptions(row_tile=64, bulk=True)
+    picked = (
+        ("attention norm", CudaOptions()), ("attention norm", tall), ("gated odd", CudaOptions()),
+        ("norm matmul split", CudaOptions(column_tile=64, bulk=True)),
+    )  # fmt: skip
     graphs = fused()
-    for name in picked:
-        for kernel in lower_cuda(graphs[name], machine).kernels:
+    for name, options in picked:
+        for kernel in lower_cuda(graphs[name], machine, options).kernels:
             sources[kernel.source] = (kernel.threads, kernel.shared)
     check(sources, machine)
 
