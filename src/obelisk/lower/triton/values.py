@@ -9,6 +9,7 @@ products by `products`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -107,7 +108,7 @@ def masked(mask: str, *more: str) -> list[str]:
     return [f"mask={mask}", *more] if mask else []
 
 
-class Values:
+class Values(ABC):
     """Prints the values of one block graph."""
 
     def __init__(
@@ -367,22 +368,25 @@ class Values:
                 return
         self.known[node] = self.moved(node)
 
+    @abstractmethod
     def moved(self, node: Node) -> Value:
-        raise NotImplementedError
+        """A view of a computed value."""
 
+    @abstractmethod
     def concat(self, node: Node) -> None:
-        raise NotImplementedError
+        """Give operands side by side their value."""
 
+    @abstractmethod
     def product(self, node: Node) -> Value:
-        raise NotImplementedError
+        """A product that no accumulator takes."""
 
+    @abstractmethod
     def multiplied(self, node: Node, state: str) -> str:
         """`state` plus the product `node`, as an expression."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closes(self, node: Node) -> bool:
         """Whether a product adds straight to its accumulator."""
-        raise NotImplementedError
 
     def iota(self, node: Node) -> None:
         axis = node.attrs.axis
@@ -491,9 +495,9 @@ class Values:
             found = replace(found, dims=tuple(d if d < axis else d - 1 for d in found.dims))
         self.known[node] = found
 
+    @abstractmethod
     def split_axis(self, node: Node, operand: Node, dims: list[Dim]) -> tuple[Value, list[Dim]]:
         """The operand with its folded axis as two dims (n / keep, keep)."""
-        raise NotImplementedError
 
     # ---- the loop
 
