@@ -1,23 +1,81 @@
 """The README's table of measurements, from the results of `obelisk bench`.
 
     python bench/readme_table.py [bench/results/cpu.json]
+    python bench/readme_table.py bench/results/cuda_bench.json [MORE.json]
 
-Writes the table into the README between its two marks; a test checks that it holds exactly this
-text, so no figure was typed.
+Writes the table into the README between its two marks (of the CPU, or of a CUDA device where the
+results are of one); a test checks that it holds exactly this text, so no figure was typed. Several
+files of a device are halves of one bench, run side by side on two devices of one machine.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
+CUDA_RESULTS = tuple(sorted((Path(__file__).parent / "results").glob("cuda_bench*.json")))
 README = Path(__file__).parents[1] / "README.md"
 MARKS = ("<!-- measured: written by `make bench` -->\n", "<!-- end -->\n")
+CUDA_MARKS = (
+    "<!-- measured on a GPU: written by bench/readme_table.py -->\n",
+    "<!-- end GPU -->\n",
+)
 BUSY = 0.5  # load average above which a measurement is not worth a claim
 COLUMNS = ("op_by_op", "numpy", "torch", "torch.compile", "torch.sdpa")
+
+
+def micro(us: float | None) -> str:
+    """A time in microseconds, three digits."""
+    return "-" if us is None else f"{us:.0f}" if us >= 99.5 else f"{us:.3g}"
+
+
+def cuda_table(files: list[dict[str, Any]]) -> str:
+    """One row per program of a device's bench, then the geometric mean, then what was run where."""
+    lines = [
+        "| program | obelisk | spread | kernels | verdict | floor | torch | torch.compile | "
+        "max-autotune | best SDPA | fastest other | other / ours |",
+        "|---|" + "---|" * 11,
+    ]
+    ratios: list[float] = []
+    rows = [row for data in files for row in data["rows"]]
+    for row in sorted(rows, key=lambda r: (r["program"], r["batch"])):
+        name = row["program"] if row["batch"] == 1 else f"{row['program']}:{row['batch']}"
+        report = row["report"]
+        if report is None:
+            lines.append(f"| {name} | failed: {row['error']} |" + " |" * 10)
+            continue
+        chosen, others = report["chosen"], report["baselines"]
+        libraries = {n: t for n, t in others.items() if n != "op_by_op"}
+        sdpa = {n: t for n, t in libraries.items() if "sdpa" in n}
+        best_sdpa = micro(min((t for t in sdpa.values() if t is not None), default=None))
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        if row["ratio"] is not None:
+            ratios.append(row["ratio"])
+        spread = "-" if row["spread_us"] is None else f"{row['spread_us']:.2f}"
+        lines.append(
+            f"| {name} | {micro(row['time_us'])} | {spread} | {chosen['kernels']} | "
+            f"{chosen['verdict']} | {micro(row['floor_us'])} | {micro(others.get('torch'))} | "
+            f"{micro(others.get('torch.compile'))} | "
+            f"{micro(others.get('torch.compile max-autotune'))} | {best_sdpa} | "
+            f"{row['best_other'] or '-'} | {ratio} |"
+        )
+    mean = exp(sum(map(log, ratios)) / len(ratios)) if ratios else 0.0
+    where = files[0]["environment"]
+    commands = ", ".join(f"`{data['command']}`" for data in files)
+    text = (
+        f"Microseconds of one call, {rows[0]['dtype']}, medians of a race in one process: replays "
+        "of one CUDA graph with about 400 MB of rotated inputs; spread is the interquartile range; "
+        "floor: bytes of inputs and outputs over the copy bandwidth measured in the same run. "
+        f"Geometric mean of the last column: {mean:.2f} over {len(ratios)} programs, least "
+        f"{min(ratios, default=0.0):.2f}. {commands}, commit {files[0]['commit']}, "
+        f"{files[0]['date'][:10]}, {where.get('device')}, {where.get('driver')}, "
+        f"{where.get('compiler')}, Python {where.get('python')}."
+    )
+    return "\n".join([*lines, "", text, ""])
 
 
 def milliseconds(us: float | None) -> str:
@@ -74,9 +132,17 @@ def table(data: dict[str, Any]) -> str:
     return "\n".join([*lines, "", text, ""])
 
 
-if __name__ == "__main__":
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+def main(sources: list[Path]) -> None:
+    """Replace what is between the marks."""
+    found = [json.loads(source.read_text(encoding="utf-8")) for source in sources]
+    on_gpu = "device" in found[0]["environment"]
+    marks = CUDA_MARKS if on_gpu else MARKS
     text = README.read_text(encoding="utf-8")
-    head, mark, rest = text.partition(MARKS[0])
-    _, end, tail = rest.partition(MARKS[1])
-    README.write_text(head + mark + table(json.loads(source.read_text())) + end + tail, "utf-8")
+    head, mark, rest = text.partition(marks[0])
+    _, end, tail = rest.partition(marks[1])
+    made = cuda_table(found) if on_gpu else table(found[0])
+    README.write_text(head + mark + made + end + tail, "utf-8")
+
+
+if __name__ == "__main__":
+    main([Path(x) for x in sys.argv[1:]] or [RESULTS])

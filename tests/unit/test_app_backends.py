@@ -36,6 +36,7 @@ from obelisk.tune import CPU
 from obelisk.verify import Verifier
 
 KIB = 1024
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -210,6 +211,18 @@ def test_bench_compares_with_whoever_was_fastest() -> None:
     assert "lora  2.00x" in picture
     assert "Without a comparison: moe" in picture
     assert chart(rows) == picture
+
+
+def test_readme_table_of_the_device_is_the_measurement() -> None:
+    """The README's table is what `bench/readme_table.py` makes of the stored results."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        from readme_table import CUDA_RESULTS, cuda_table
+    finally:
+        sys.path.pop(0)
+    assert CUDA_RESULTS
+    files = [json.loads(x.read_text()) for x in CUDA_RESULTS]
+    assert cuda_table(files) in (ROOT / "README.md").read_text()
 
 
 def test_counters_of_ncu_are_read_with_their_units() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from obelisk.app.account import baseline_rows, candidate_rows
+from obelisk.app.account import Tried, baseline_rows, candidate_rows
 from obelisk.app.bench import BenchRow, bench_json, command, geomean, summarise
 from obelisk.app.display import Display, print_report
 from obelisk.app.programs import PROGRAMS
@@ -153,18 +153,20 @@ def test_rows_take_the_fastest_right_lowering() -> None:
         {0: tested, 1: tested, 2: tested},
         {2: ("wrong", "element 3"), 3: ("refuted", "witness")},
         {
-            0: [("slow", Measured("s", Status.OK, "", 2e-3, 1e-5))],
+            0: [Tried("slow", Measured("s", Status.OK, "", 2e-3, 1e-5))],
             1: [
-                ("wrong", wrong),
-                ("fast", Measured("f", Status.OK, "", 1e-3, 1e-5)),
-                ("slow", Measured("s", Status.OK, "", 2e-3)),
+                Tried("wrong", wrong),
+                Tried("fast", Measured("f", Status.OK, "", 1e-3, 1e-5), 7),
+                Tried("slow", Measured("s", Status.OK, "", 2e-3)),
             ],
-            2: [("wrong", wrong), ("never built", None)],
+            2: [Tried("wrong", wrong), Tried("never built", None)],
         },
         chosen=1,
     )
     assert [r.status for r in rows] == ["ok", "ok", "wrong", "refuted"]
     assert rows[1].variant == "fast"
+    assert rows[1].kernels == 7
+    assert rows[0].kernels == candidates[0].cost.launches
     assert rows[1].time_us == pytest.approx(1000)
     assert rows[2].reason == "element 3 is 1, expected 2"
     assert [r.variants for r in rows] == [1, 3, 2, 0]

@@ -10,7 +10,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,35 +36,44 @@ def describe(options: Any) -> str:
     return ", ".join(changed) or "default"
 
 
+class Tried(NamedTuple):
+    """A lowering: its choices in words, what came of it, and its launches (0: as the graph's)."""
+
+    variant: str
+    measured: Measured | None
+    launches: int = 0
+
+
 def candidate_rows(
     candidates: Sequence[Candidate],
     verdicts: Mapping[int, Verdict],
     fallen: Mapping[int, tuple[str, str]],
-    measured: Mapping[int, Sequence[tuple[str, Measured | None]]],
+    measured: Mapping[int, Sequence[Tried]],
     chosen: int,
 ) -> tuple[CandidateRow, ...]:
-    """`measured[i]` are the lowerings of candidate i: each one's options and what came of it."""
+    """`measured[i]` are the lowerings of candidate i."""
     rows: list[CandidateRow] = []
     for i, candidate in enumerate(candidates):
         verdict = verdicts.get(i)
         tried = measured.get(i, ())
-        best = _best([(name, m) for name, m in tried if m is not None])
+        best = _best([t for t in tried if t.measured is not None])
+        found = best.measured if best is not None else None
         status, reason = fallen.get(i, ("not tried", ""))
-        if best is not None:
-            status, reason = best[1].status.value, best[1].detail
+        if found is not None:
+            status, reason = found.status.value, found.detail
         rows.append(
             CandidateRow(
                 index=i,
-                kernels=candidate.cost.launches,
+                kernels=(best.launches if best else 0) or candidate.cost.launches,
                 bytes=int(candidate.cost.bytes),
                 predicted_us=candidate.cost.seconds * MICRO,
-                time_us=_micro(best[1].seconds) if best else None,
-                spread_us=_micro(best[1].spread) if best else None,
+                time_us=_micro(found.seconds) if found else None,
+                spread_us=_micro(found.spread) if found else None,
                 verdict=verdict.kind.value if verdict else "",
                 bound=verdict.bound if verdict else "",
                 status=status,
                 reason=reason,
-                variant=best[0] if best else "",
+                variant=best.variant if best else "",
                 variants=len(tried),
                 chosen=i == chosen,
                 note=candidate.note,
@@ -73,11 +82,17 @@ def candidate_rows(
     return tuple(rows)
 
 
-def _best(tried: Sequence[tuple[str, Measured]]) -> tuple[str, Measured] | None:
+def _best(tried: Sequence[Tried]) -> Tried | None:
     """The fastest lowering that is right, else the first that is not."""
-    right = [(n, m) for n, m in tried if m.status is Status.OK and m.seconds is not None]
+    right = [
+        (t.measured.seconds, i)
+        for i, t in enumerate(tried)
+        if t.measured is not None
+        and t.measured.status is Status.OK
+        and t.measured.seconds is not None
+    ]
     if right:
-        return min(right, key=lambda pair: pair[1].seconds or 0.0)
+        return tried[min(right)[1]]
     return tried[0] if tried else None
 
 

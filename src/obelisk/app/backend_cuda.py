@@ -143,6 +143,7 @@ class CudaBackend:
             scratch_of(module),
             any(_SHARED_FORM in n for n in module.notes),
             module,
+            len(module.launches),
         )
 
     def builder(self, machine: Machine, pool: Executor) -> Callable[[Lowering], Future[CudaBuilt]]:

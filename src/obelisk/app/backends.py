@@ -44,6 +44,7 @@ class Lowering:
         scratch_bytes: scratch memory of a call.
         slow: the emitter had to take a form that is there to be right, not fast.
         module: the emitter's own record.
+        launches: kernels of a call; 0 where that is the graph's own number.
     """
 
     graph: Graph
@@ -53,6 +54,7 @@ class Lowering:
     scratch_bytes: int
     slow: bool
     module: Any
+    launches: int = 0
 
 
 class Runner(Protocol):

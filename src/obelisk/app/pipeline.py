@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from obelisk.app.account import baseline_rows, candidate_rows, environment
+from obelisk.app.account import Tried, baseline_rows, candidate_rows, environment
 from obelisk.app.backends import Lowering
 from obelisk.app.compiled import Artifact, Compiled, materialise
 from obelisk.app.loading import load_for
@@ -547,9 +547,11 @@ class _Run:
         request = self.request
         item, built = self._choose(tuned)
         own = self.ready[0][0].measured if self.ready and self.ready[0][0].candidate == 0 else None
-        lowerings: dict[int, list[tuple[str, Measured | None]]] = {}
+        lowerings: dict[int, list[Tried]] = {}
         for known in self.lowered:
-            lowerings.setdefault(known.candidate, []).append((known.variant, known.measured))
+            lowerings.setdefault(known.candidate, []).append(
+                Tried(known.variant, known.measured, known.made.launches)
+            )
         report = Report(
             program=request.program.name,
             digest=request.program.digest,
