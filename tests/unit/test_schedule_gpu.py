@@ -22,8 +22,9 @@ from obelisk.schedule.gpu_check import check_gpu, shallow
 from obelisk.schedule.gpu_ring import judge_ring
 from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.schedule.gpu_types import Compute, GpuSchedule, Meet, Poll
-from obelisk.schedule.ir import Setting, schedule_of
+from obelisk.schedule.ir import Setting, run, schedule_of
 from obelisk.schedule.ir.lower import make_ring
+from obelisk.schedule.ir.passes import phases
 from obelisk.tasks import parse_config
 
 H200 = find("h200")
@@ -167,3 +168,25 @@ def test_a_block_looks_for_a_mark_only_when_the_use_before_is_known() -> None:
         )
         rules |= {f.rule for f in check_gpu(replace(schedule, programs=hasty), H200)}
     assert "mark" in rules
+
+
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-0.6B", "SmolLM2-135M"])
+def test_what_is_judged_is_what_is_emitted(name: str) -> None:
+    """The kernel's table of shares, ring and shared memory are those of the schedule."""
+    from obelisk.mega.cuda import emit_cuda
+    from obelisk.mega.cuda.emit import KINDS, shares
+
+    model = gpu_model(name)
+    tiling = default_tiling(model, bf16(), H200)
+    step = GpuStep(model, bf16(), tiling)
+    table = shares(model, tiling)
+    cut = {
+        p.phase.data: p.bounds.get_values()
+        for p, _ in phases(run(Setting(step), "tile")) if p.bounds is not None
+    }  # fmt: skip
+    assert {k: tuple(cut[k]) for k in KINDS} == {k: tuple(table[k]) for k in KINDS}
+    schedule = schedule_of(Setting(shallow(step)))
+    emitted = emit_cuda(model, bf16(), tiling, H200)
+    assert schedule.pages.shared_bytes == emitted.shared.total
+    assert emitted.tiling == tiling
+    assert f"#define OM_ROTATE {tiling.rotate}" in emitted.source
