@@ -263,9 +263,16 @@ def test_default_blocks_split_what_has_few_results() -> None:
     assert block.grid == (64, 2)
     assert block.stores[0].reduce is Reduce.SUM
     assert block.loop == 32
+    large = build.matmul(
+        input_node(0, (4096, 512), DType.F16), input_node(1, (512, 4096), DType.F16)
+    )
+    assert default_block(large, H200.cores).block.grid == (32, 32)
     block = default_block(build.sum(input_node(0, (2, 1 << 20)), 1), H200.cores).block
     assert block.blocks == 128
     assert block.stores[0].reduce is Reduce.SUM
+    block = default_block(build.sum(input_node(0, (4096, 4096)), 0), H200.cores).block
+    assert block.grid == (64, 2)  # 64 columns beside each other, the rows in two parts
+    assert block.loads[0].shape == (256, 64)
 
 
 def test_numbers_and_calls_as_text() -> None:

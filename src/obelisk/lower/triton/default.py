@@ -22,7 +22,9 @@ from obelisk.lower.triton.padding import on_matrix_units
 
 TILE = 4096  # padded elements of an elementwise tile
 FOLD = 16384  # of a fold's tile: rows that are folded stay whole up to this
-ROWS, COLUMNS, DEPTH = 64, 64, 64  # a product's tile
+LINE = 64  # elements beside a fold's axis that a tile keeps
+SIDE, DEPTH = 64, 64  # a product's tile: rows and columns, and depth
+LARGE = 128  # rows and columns of a tile where the result has plenty of such
 MOST_DEPTH = 32  # of the tile of a product of f32, which no matrix unit takes
 LEAST_DEPTH = 512  # elements of the depth that a block must have left where it is split
 
@@ -92,25 +94,28 @@ def concat(node: Node) -> DefaultBlock:
 
 
 def reduction(node: Node, cores: int) -> DefaultBlock:
-    """A fold along one axis: rows are cut first; an axis too long for a tile runs in a loop, and is
-    cut over blocks too, and combined by the store, where rows are few.
+    """A fold along one axis: the others are cut first; an axis too long for a tile runs in a loop,
+    and is cut over blocks too, and combined by the store, where blocks are few.
     """
     (x,) = node.inputs
     axis, keep = node.attrs.axis, node.attrs.keep
-    cut = cut_dims(x.shape, TILE if power(x.shape[axis]) <= TILE else FOLD, [axis])
-    rows = prod(ceil_div(n, cut.get(d, 1)) for d, n in enumerate(x.shape) if d != axis)
-    loop, reduce = 1, Reduce.NONE
-    length = x.shape[axis]
+    loop, reduce, length = 1, Reduce.NONE, x.shape[axis]
+    if keep == 1 and prod(x.shape[axis + 1 :]) > 1:
+        # Neighbours in memory lie across the axis: a tile keeps some of them.
+        cut = cut_dims([1 if d == axis else n for d, n in enumerate(x.shape)], LINE)
+    else:
+        cut = cut_dims(x.shape, TILE if power(length) <= TILE else FOLD, [axis])
+    rows = prod(power(ceil_div(n, cut.get(d, 1))) for d, n in enumerate(x.shape) if d != axis)
     if keep == 1 and power(length) * rows > FOLD:
         blocks = prod(cut.values())
         if blocks < cores and len(cut) < GRID_AXES:
-            parts = min(cores // blocks, ceil_div(length, FOLD))
+            parts = min(cores // blocks, ceil_div(length * rows, FOLD))
             parts = ceil_div(length, ceil_div(length, parts))
             if parts > 1:
                 cut = {**cut, axis: parts}
                 reduce = Reduce.SUM if node.op is Op.SUM else Reduce.MAX
         length = ceil_div(length, cut.get(axis, 1))
-        loop = ceil_div(length, max(1, FOLD // power(rows)))
+        loop = ceil_div(length, max(1, FOLD // rows))
     b = BlockBuilder(_grid(cut), loop)
     imap: list[int | None] = [*cut] or [None]
     value = make(node.op, (b.load(x, imap, axis if loop > 1 else None),), node.attrs)
@@ -129,8 +134,10 @@ def matmul(node: Node, cores: int) -> DefaultBlock:
     rank, depth = node.rank, a.shape[-1]
     units = on_matrix_units(node)
     tall, broad = node.shape[-2], node.shape[-1]
-    rows = min(power(tall), ROWS if units else 16)
-    columns = min(power(broad), COLUMNS if units else 16)
+    side = SIDE if units else 16
+    if units and ceil_div(tall, LARGE) * ceil_div(broad, LARGE) >= 2 * cores:
+        side = LARGE
+    rows, columns = min(power(tall), side), min(power(broad), side)
     narrow = node.inputs[0].dtype not in (DType.F32, DType.F64)
     step = DEPTH if units and narrow else MOST_DEPTH
     if not units and min(tall, broad) == 1:  # a vector: wide tiles, little work each
