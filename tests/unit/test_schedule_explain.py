@@ -48,10 +48,18 @@ def test_explain_says_what_fits_and_which_limit_pruned(folder: Path, tmp_path: P
     assert data["pruned"]["shared memory"] > 0
     assert all(c["shared_bytes"] <= 99 * 1024 for c in data["choices"])
     assert {r[0] for r in data["stages"]} == {"qkv", "o", "up", "down"}
-    again = RUN.invoke(app, [*args, "--resume", "--json", str(file)])
+    trace = tmp_path / "trace.json"
+    again = RUN.invoke(
+        app, [*args, "--resume", "--json", str(file), "--timeline", str(trace)]
+    )  # fmt: skip
     assert again.exit_code == 0, again.output
     assert "of them before" in " ".join(again.output.split())
     assert json.loads(file.read_text()) == data
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["tid"] for e in events} == set(range(data["choices"][0]["tiling"]["blocks"]))
+    assert {e["name"] for e in events} == {"wait", "qkv", "attend", "o", "up", "down", "head"}
+    end = max(e["ts"] + e["dur"] for e in events) / 1e6
+    assert end == pytest.approx(data["choices"][0]["predicted_seconds"], rel=0.03)
 
 
 def test_the_ir_after_a_pass_reads_back(folder: Path) -> None:
@@ -71,6 +79,8 @@ def test_the_ir_after_a_pass_reads_back(folder: Path) -> None:
         (["--device", "h200", "--explain", "--resume"], "needs --checkpoint FILE"),
         (["--device", "cpu", "--explain", "--checkpoint", "c"], "is for GPUs"),
         (["--device", "cpu", "--explain", "--ir", "tile"], "is for GPUs"),
+        (["--device", "cpu", "--explain", "--timeline", "t"], "is for GPUs"),
+        (["--device", "h200", "--timeline", "t"], "it needs --explain"),
         (["--device", "h200", "--explain", "--weights", "fp32"], "weights as bf16, fp16, not fp32"),
         (["--device", "h200", "--explain", "--context", "99999"], "context is 99999"),
     ],

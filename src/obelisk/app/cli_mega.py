@@ -15,7 +15,13 @@ from rich.text import Text
 
 from obelisk.app.compare import TOLERANCE, compare, first_beyond
 from obelisk.app.display import Display, rows_table, stdout
-from obelisk.app.explain_gpu import explain_gpu, print_explained, require_pass, text_of_pass
+from obelisk.app.explain_gpu import (
+    explain_gpu,
+    predicted_timeline,
+    print_explained,
+    require_pass,
+    text_of_pass,
+)
 from obelisk.app.report import show_bytes, show_us
 from obelisk.app.synth import describe, explain, require_directory, synthesise, workload_of
 from obelisk.base.errors import UserError
@@ -73,23 +79,28 @@ def _explain(choices: list[Choice], account: SearchAccount) -> None:
 
 
 def _check_search_options(
-    machine: Machine, explain_only: bool, ir_pass: str | None, checkpoint: Path | None, resume: bool
-) -> None:
+    machine: Machine, explain_only: bool, ir_pass: str | None, checkpoint: Path | None,
+    resume: bool, timeline: Path | None,
+) -> None:  # fmt: skip
     """Refuse options that would be ignored."""
     if ir_pass is not None and not explain_only:
         raise UserError("--ir shows the passes of a search: it needs --explain")
+    if timeline is not None and not explain_only:
+        raise UserError("--timeline of synth is the predicted one: it needs --explain")
     if resume and checkpoint is None:
         raise UserError("--resume needs --checkpoint FILE, the file to begin with")
     if machine.kind is MachineKind.CUDA:
         return
-    for name, value in (("--ir", ir_pass), ("--checkpoint", checkpoint)):
+    for name, value in (
+        ("--ir", ir_pass), ("--checkpoint", checkpoint), ("--timeline", timeline)
+    ):  # fmt: skip
         if value is not None:
             raise UserError(f"{name} is for GPUs: the CPU's few schedules are searched in seconds")
 
 
 def _explain_gpu(
     config: ModelConfig, work: Workload, machine: Machine, cores: int | None, ir_pass: str | None,
-    checkpoint: Path | None, resume: bool, json_file: Path | None,
+    checkpoint: Path | None, resume: bool, timeline: Path | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     require_pass(ir_pass)
     with Display() as progress:
@@ -101,6 +112,9 @@ def _explain_gpu(
         typer.echo(text_of_pass(config, work, found.choices[0], machine, ir_pass), nl=False)
     else:
         print_explained(found, stdout())
+    if timeline is not None:
+        made = predicted_timeline(config, work, found.choices[0], machine)
+        timeline.write_text(json.dumps(made), encoding="utf-8")
     _write_json(json_file, found.to_json())
 
 
@@ -144,18 +158,26 @@ def synth(
     resume: Annotated[
         bool, typer.Option("--resume", help="Begin with what the checkpoint holds.")
     ] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline", metavar="FILE", help="With --explain, GPUs: the predicted Perfetto trace."
+        ),
+    ] = None,
     json_file: JsonOpt = None,
 ) -> None:
     """Synthesise a megakernel for a model: one program that runs whole decode steps."""
     require_directory(model)
     console = stdout()
-    _check_search_options(find(device), explain_only, ir_pass, checkpoint, resume)
+    _check_search_options(find(device), explain_only, ir_pass, checkpoint, resume, timeline)
     if explain_only:
         config = read_config(model)
         machine = find(device)
         if machine.kind is MachineKind.CUDA:
             work = workload_of(config, batch, context, weights or "bf16", model)
-            _explain_gpu(config, work, machine, cores, ir_pass, checkpoint, resume, json_file)
+            _explain_gpu(
+                config, work, machine, cores, ir_pass, checkpoint, resume, timeline, json_file
+            )  # fmt: skip
             return
         target_of(machine)
         work = workload_of(config, batch, context, weights or "fp32", model)

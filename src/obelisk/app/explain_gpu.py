@@ -18,6 +18,7 @@ from obelisk.app.report import show_bytes, show_us
 from obelisk.base.errors import UnknownName
 from obelisk.base.progress import Progress
 from obelisk.machine import Machine
+from obelisk.runtime import Span, trace_events
 from obelisk.schedule.gpu_resources import (
     ReuseRow,
     StageRow,
@@ -25,7 +26,8 @@ from obelisk.schedule.gpu_resources import (
     reuse_rows,
     stage_rows,
 )
-from obelisk.schedule.gpu_search import GpuAccount, GpuChoice, search_gpu
+from obelisk.schedule.gpu_search import GpuAccount, GpuChoice, micro_costs, search_gpu
+from obelisk.schedule.gpu_simulate import simulated_spans
 from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.tasks import ModelConfig, Workload
 
@@ -92,6 +94,18 @@ def explain_gpu(
         model, work, machine, tuple(choices), account, tuple(stage_rows(model, work, machine)),
         tuple(reused),
     )  # fmt: skip
+
+
+def predicted_timeline(
+    model: ModelConfig, work: Workload, choice: GpuChoice, machine: Machine
+) -> dict[str, Any]:
+    """The simulated step of a choice in the trace-event format, a track for each block: beside the
+    one that `generate --timeline` writes from the kernel's own clocks.
+    """
+    step = GpuStep(model, work, choice.tiling)
+    micro = micro_costs(step, choice.fit.consumer_registers)
+    spans = simulated_spans(step, machine, micro=micro)
+    return trace_events(Span(s.block, s.kind, s.layer, s.start, s.end) for s in spans)
 
 
 def require_pass(name: str | None) -> None:

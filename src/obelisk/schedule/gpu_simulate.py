@@ -351,6 +351,14 @@ def step_phases(
     return out
 
 
+def _at(step: GpuStep, machine: Machine, position: int | None, micro: MicroCosts | None) -> _At:
+    costs = costs_of(machine, micro, step.tiling.chunk_bytes)
+    here = max(1, step.work.context // 2) if position is None else position
+    if micro is None:
+        return _At(here, costs)
+    return _At(here, costs, micro.attend / machine.clock, micro.positions)
+
+
 def simulate_gpu(
     step: GpuStep, machine: Machine, position: int | None = None, micro: MicroCosts | None = None,
     fusion: Fusion = EMITTED,
@@ -361,11 +369,8 @@ def simulate_gpu(
     `micro` says what tasks cost inside; without it, consumers take what the calibration loop's do.
     """
     t = step.tiling
-    costs = costs_of(machine, micro, t.chunk_bytes)
-    here = max(1, step.work.context // 2) if position is None else position
-    at = _At(here, costs)
-    if micro is not None:
-        at = _At(here, costs, micro.attend / machine.clock, micro.positions)
+    at = _at(step, machine, position, micro)
+    costs = at.costs
     few = range(min(3, step.model.layers))
     phases = step_phases(step, few, at, fusion)
     ring = (t.chunk_bytes, t.stages, t.in_flight, min(t.in_flight, t.in_flight_waiting))
@@ -381,6 +386,37 @@ def simulate_gpu(
     choose = costs.handover + FILL_LATENCY
     seconds = ends[-2] + layer * (step.model.layers - len(few)) + head + choose
     return GpuTimeline(seconds, layer, head, over, (*spans, ("head", head)))
+
+
+@dataclass(frozen=True, slots=True)
+class SimSpan:
+    """What a block does for a while: `wait`, or a kind of task; seconds since the step began."""
+
+    block: int
+    kind: str
+    layer: int
+    start: float
+    end: float
+
+
+def simulated_spans(
+    step: GpuStep, machine: Machine, position: int | None = None, micro: MicroCosts | None = None
+) -> list[SimSpan]:
+    """Every phase of every layer on every block, as the simulator sees them, by start."""
+    t = step.tiling
+    at = _at(step, machine, position, micro)
+    ring = (t.chunk_bytes, t.stages, t.in_flight, min(t.in_flight, t.in_flight_waiting))
+    blocks = _Blocks(t.blocks, *ring, at.costs)
+    out = []
+    for phase in step_phases(step, range(step.model.layers), at):
+        blocks.run(phase)
+        kind, _, layer = phase.name.partition("@")
+        for block in range(t.blocks):
+            left, began = (float(x) for x in blocks.idle[:, block])
+            if began > left:
+                out.append(SimSpan(block, "wait", int(layer), left, began))
+            out.append(SimSpan(block, kind, int(layer), began, float(blocks.done[block])))
+    return sorted(out, key=lambda x: (x.start, x.block, x.end))
 
 
 def calibration_loop(
