@@ -504,6 +504,7 @@ class Values(ABC):
     def state(self, stem: str, dims: Sequence[Dim], which: Sequence[int], kind: str, start: float
               ) -> str:  # fmt: skip
         """A variable that iterations carry on."""
+        self.bounded(self.pads(dims, which))
         sizes = shape_text(self.pads(dims, which))
         return self.let(
             Phase.INVARIANT, stem, f"tl.full({sizes}, {literal(start, kind)}, {KIND_TYPE[kind]})"
