@@ -351,8 +351,16 @@ def step_phases(
     return out
 
 
-def _at(step: GpuStep, machine: Machine, position: int | None, micro: MicroCosts | None) -> _At:
+def _at(
+    step: GpuStep,
+    machine: Machine,
+    position: int | None,
+    micro: MicroCosts | None,
+    handover: float | None = None,
+) -> _At:
     costs = costs_of(machine, micro, step.tiling.chunk_bytes)
+    if handover is not None:
+        costs = replace(costs, handover=handover)
     here = max(1, step.work.context // 2) if position is None else position
     if micro is None:
         return _At(here, costs)
@@ -361,15 +369,16 @@ def _at(step: GpuStep, machine: Machine, position: int | None, micro: MicroCosts
 
 def simulate_gpu(
     step: GpuStep, machine: Machine, position: int | None = None, micro: MicroCosts | None = None,
-    fusion: Fusion = EMITTED,
+    fusion: Fusion = EMITTED, handover: float | None = None,
 ) -> GpuTimeline:  # fmt: skip
     """One step at a context of `position` (default: half of the plan's).
 
     Layers are alike: two are simulated until the ring has settled, the third is the typical one.
     `micro` says what tasks cost inside; without it, consumers take what the calibration loop's do.
+    `handover` replaces the one of `GpuCosts`.
     """
     t = step.tiling
-    at = _at(step, machine, position, micro)
+    at = _at(step, machine, position, micro, handover)
     costs = at.costs
     few = range(min(3, step.model.layers))
     phases = step_phases(step, few, at, fusion)
