@@ -58,7 +58,7 @@ DOORS = (Path(__file__).parents[1] / "mega_doors.h").read_text()
 
 
 def shape_of(
-    form: WeightFormat = WeightFormat.FP32, group: int = 128, zeros: bool = False
+    form: WeightFormat = WeightFormat.FP32, group: int = 128, zeros: bool = False, lanes: int = 0
 ) -> StepShape:
     """Odd sizes everywhere: nothing is a multiple of a vector."""
     c = config(
@@ -66,14 +66,16 @@ def shape_of(
         intermediate_size=77, vocab_size=131, mlp_bias=True,
     )  # fmt: skip
     tiling = Tiling(cores=2, kv_splits=2, fuse_rope=False)
-    return StepShape(parse_config(c), Workload(3, 300, form, group, zeros), tiling, host().lanes)
+    return StepShape(
+        parse_config(c), Workload(3, 300, form, group, zeros), tiling, lanes or host().lanes
+    )
 
 
 class Bodies:
     """The compiled bodies of one weight format."""
 
-    def __init__(self, form: WeightFormat, group: int, zeros: bool) -> None:
-        self.s = shape_of(form, group, zeros)
+    def __init__(self, form: WeightFormat, group: int, zeros: bool, lanes: int) -> None:
+        self.s = shape_of(form, group, zeros, lanes)
         source = emit_cpu(place(self.s, Sync.COUNTER), weight_layout(self.s)).source + DOORS
         self.library = ctypes.CDLL(str(compile_c(source).path))
         self.rng = np.random.default_rng(0)
@@ -127,12 +129,18 @@ class Bodies:
         return words(g.q, m), by_panel(g.scale, m, np.float16), zeros, g.dense()
 
 
-FORMS = [*((f, 128, False) for f in WeightFormat), (WeightFormat.W4A16, 32, True)]
+FORMS = [
+    *((f, 128, False, 0) for f in WeightFormat), (WeightFormat.W4A16, 32, True, 0),
+    (WeightFormat.W4A16, 128, True, 0), (WeightFormat.W4A16, 64, True, 8),
+    (WeightFormat.INT8, 128, False, 8), (WeightFormat.BF16, 128, False, 4),
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=FORMS, ids=lambda x: f"{x[0]}-{x[1]}")
+@pytest.fixture(scope="module", params=FORMS, ids=lambda x: "-".join(map(str, x)))
 def bodies(request: pytest.FixtureRequest, compiler: str) -> Bodies:
-    """Each weight format, and groups that end within a vector of words, with zeros."""
+    """Each weight format, groups that end within a vector of words or have zeros, and narrower
+    vectors than this machine's.
+    """
     return Bodies(*request.param)
 
 

@@ -393,13 +393,16 @@ END_OF_STEP = -4096
 
 def _formats(form: WeightFormat) -> list[str]:
     """The products in use: of the layers' format, and of the embedding's and the head's."""
-    out = [_text("words.h")] if form is WeightFormat.W4A16 else []
+    out = []
+    if form in (WeightFormat.INT8, WeightFormat.W4A16):
+        out.append("#if OM_VNNI\n" + _text("digits.h") + "#endif")
+    if form is WeightFormat.W4A16:
+        out.append(_text("words.h"))
     plain = sorted({form, form.outer} - {WeightFormat.W4A16})
     for f in plain:
         text = f"OM_PRODUCT({f.value}, {int(f is WeightFormat.INT8)})"
         if f is WeightFormat.INT8:
-            bytes_too = "#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && OB_LANES == 16"
-            text = "\n".join((bytes_too, _text("digits.h") + "#else", text, "#endif"))
+            text = f"#if !OM_VNNI\n{text}\n#endif"
         out.append(text)
     for prefix, f in (("", form), ("outer_", form.outer)):
         out += [f"#define om_{prefix}{n} om_{n}_{f.value}" for n in ("product", "enter", "row")]

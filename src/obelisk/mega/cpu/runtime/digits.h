@@ -7,28 +7,38 @@
  */
 #define OM_LARGEST 8355711.0f /* all digits 127 */
 #define OM_PLANES 3
-enum { OM_ROOM_int8 = OM_PLANES * OM_BATCH * OB_LANES, OM_START = OM_PLANES * OM_BATCH * 16 };
+enum { OM_ROOM_int8 = OM_PLANES * OM_BATCH * OB_LANES };
+
+/* The unit of a row; `*bad` is not 0 if anything in the row is not finite. */
+OB_INLINE float om_unit(const float *from, long count, float *bad) {
+  __m512 top = _mm512_setzero_ps(), zero = _mm512_setzero_ps();
+  for (long i = 0; i < count; i += 16) {
+    const __m512 v = _mm512_loadu_ps(from + i);
+    top = _mm512_max_ps(top, _mm512_abs_ps(v));
+    zero = _mm512_add_ps(zero, _mm512_sub_ps(v, v));
+  }
+  const float most = _mm512_reduce_max_ps(top);
+  *bad = _mm512_reduce_add_ps(zero);
+  return most > 0.0f ? most / OM_LARGEST : 1.0f;
+}
+
+OB_INLINE __m512i om_rounded(const float *from, __m512 per_unit) {
+  const __m512 cap = _mm512_set1_ps(OM_LARGEST), v = _mm512_mul_ps(_mm512_loadu_ps(from), per_unit);
+  return _mm512_cvtps_epi32(_mm512_max_ps(_mm512_min_ps(v, cap), _mm512_sub_ps(_mm512_setzero_ps(), cap)));
+}
 
 /* Per slot: digits by chunk (d2, d1, d0 of 16 columns side by side); behind all, what sums begin with. */
 static __attribute__((noinline, unused)) om_input om_enter_int8(const float *x, long stride, long chunks, char *room) {
   om_input in = {x, stride, (const int8_t *)room, {0}};
   for (int b = 0; b < OM_BATCH; b++) {
     const float *from = x + b * stride;
-    __m512 top = _mm512_setzero_ps(), zero = _mm512_setzero_ps();
-    for (long k = 0; k < chunks; k++) {
-      const __m512 v = _mm512_loadu_ps(from + k * 16);
-      top = _mm512_max_ps(top, _mm512_abs_ps(v));
-      zero = _mm512_add_ps(zero, _mm512_sub_ps(v, v)); /* not 0 if anything is not finite */
-    }
-    const float most = _mm512_reduce_max_ps(top);
-    const float unit = most > 0.0f ? most / OM_LARGEST : 1.0f;
-    const __m512 f = _mm512_set1_ps(1.0f / unit), cap = _mm512_set1_ps(OM_LARGEST);
+    float bad;
+    const float unit = om_unit(from, chunks * 16, &bad);
+    const __m512 f = _mm512_set1_ps(1.0f / unit);
     __m128i sum[OM_PLANES] = {_mm_setzero_si128(), _mm_setzero_si128(), _mm_setzero_si128()};
     char *to = room + b * chunks * OM_PLANES * 16;
     for (long k = 0; k < chunks; k++, to += OM_PLANES * 16) {
-      const __m512 v = _mm512_max_ps(_mm512_min_ps(_mm512_mul_ps(_mm512_loadu_ps(from + k * 16), f), cap),
-                                     _mm512_sub_ps(_mm512_setzero_ps(), cap));
-      __m512i rest = _mm512_cvtps_epi32(v);
+      __m512i rest = om_rounded(from + k * 16, f);
       for (int d = OM_PLANES - 1; d >= 0; d--) {
         const __m128i digit = _mm512_cvtepi32_epi8(rest); /* the lowest eight bits */
         rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, _mm512_cvtepi8_epi32(digit)), 8);
@@ -39,7 +49,7 @@ static __attribute__((noinline, unused)) om_input om_enter_int8(const float *x, 
     for (int d = 0; d < OM_PLANES; d++)
       _mm_store_si128((__m128i *)(room + OM_BATCH * chunks * OM_PLANES * 16) + b * OM_PLANES + d,
                       _mm_sub_epi32(_mm_setzero_si128(), _mm_slli_epi32(sum[d], 7)));
-    in.unit[b] = unit + _mm512_reduce_add_ps(zero); /* what is not finite stays so */
+    in.unit[b] = unit + bad;
   }
   return in;
 }

@@ -10,6 +10,12 @@
 #include <immintrin.h> /* compilers widen narrow elements one by one without being told */
 #endif
 
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && OB_LANES == 16
+#define OM_VNNI 1 /* products of bytes: digits.h */
+#else
+#define OM_VNNI 0
+#endif
+
 typedef struct { const char *w; const void *scale; const uint8_t *zero; } om_matrix;
 typedef float om_sums[OM_BATCH][OM_PANEL];
 typedef struct { /* the input rows of a product, made once for each task by om_enter_F in `OM_ROOM_F(chunks)` bytes */
