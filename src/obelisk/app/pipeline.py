@@ -35,7 +35,7 @@ from obelisk.ir import Graph, KernelGraph
 from obelisk.ir.resize import blocks_of
 from obelisk.machine import estimate
 from obelisk.search import Budget, Candidate, CandidateFile, SearchStats, Space, search
-from obelisk.tune import Measured, TuneItem, TuneReport, tune
+from obelisk.tune import Answers, Measured, TuneItem, TuneReport, tune
 from obelisk.tune import Status as TuneStatus
 from obelisk.verify import Verdict, VerdictKind, Verifier
 
@@ -203,6 +203,7 @@ class _Run:
     stats: SearchStats = field(default_factory=SearchStats)
     notes: list[str] = field(default_factory=list)
     interrupts: int = 0
+    answers: Future[Answers] | None = None  # made ahead where a device leaves the cores idle
     given: tuple[Candidate, ...] | None = None  # found elsewhere: nothing is searched
 
     def result(self) -> Compiled:
@@ -215,10 +216,14 @@ class _Run:
         self.limit = request.budget - self.reserve
         builders = ThreadPoolExecutor(max(1, settings().threads), "obelisk-build")
         self.build = request.backend.builder(request.machine, builders)
+        ahead = ThreadPoolExecutor(1, "obelisk-answers")
+        if request.backend.rig(request.device).on_device:
+            self.answers = ahead.submit(Answers, request.program, request.seed)
         try:
             artifact = self._stages(started)
         finally:
             builders.shutdown(wait=False, cancel_futures=True)
+            ahead.shutdown(wait=False, cancel_futures=True)
         if key is not None and not self.interrupts:
             keep(key, artifact)
         return materialise(artifact)
@@ -228,7 +233,9 @@ class _Run:
         program, backend = self.request.program, self.request.backend
         flops = estimate(program, self.request.machine).flops
         size = sum(node.nbytes for node in program.inputs)
-        wanted = backend.start_seconds + TUNE_PER_FLOP * flops + TUNE_PER_BYTE * size
+        wanted = backend.start_seconds
+        if not backend.rig(self.request.device).on_device:  # else the answers are made meanwhile
+            wanted += TUNE_PER_FLOP * flops + TUNE_PER_BYTE * size
         wanted += TORCH_START * any(backend.starts_slowly(name) for name in self._affordable())
         return min(wanted * crowding(), TUNE_SHARE * self.request.budget)
 
@@ -491,6 +498,7 @@ class _Run:
             progress=self.progress,
             rig=request.backend.rig(request.device),
             grow=self._grow if self._may_grow() else None,
+            answers=self.answers.result if self.answers is not None else None,
         )
         for (item, _), measured in zip(self.ready, report.items, strict=True):
             item.measured = measured

@@ -5,11 +5,12 @@
 end the run, and that the numbers follow the protocol of docs/tune.md.
 """
 
+from obelisk.tune.bench import Answers
 from obelisk.tune.rigs import CPU, Rig, cuda_rig
 from obelisk.tune.tuner import tune
 from obelisk.tune.types import Contender, Measured, Setup, Status, TuneItem, TuneReport
 
 __all__ = [
-    "CPU", "Contender", "Measured", "Rig", "Setup", "Status", "TuneItem", "TuneReport", "cuda_rig",
-    "tune",
+    "CPU", "Answers", "Contender", "Measured", "Rig", "Setup", "Status", "TuneItem", "TuneReport",
+    "cuda_rig", "tune",
 ]  # fmt: skip

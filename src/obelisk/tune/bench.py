@@ -8,7 +8,7 @@ worker only lends out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +18,31 @@ from obelisk.tune.judge import Judgement, fill, judge, reference
 from obelisk.tune.regions import Region
 from obelisk.tune.rigs import CPU, Rig
 from obelisk.tune.supervisor import Supervisor
+
+
+class Answers:
+    """A program's inputs, in memory that a worker can be lent, and the right answers to them.
+
+    Making one takes seconds for large programs, and needs nothing but the program and the seed: it
+    may be made ahead, in another thread.
+
+    Attributes:
+        program, seed: what it is of.
+        regions: the shared memory, one region per input.
+        inputs, right: the input sets, and the answers.
+    """
+
+    def __init__(self, program: Graph, seed: int) -> None:
+        self.program, self.seed = program, seed
+        self.regions = [Region(s.nbytes, i) for i, s in enumerate(input_specs(program))]
+        # The sets live in the shared memory itself: no copy, however large the weights are.
+        self.inputs = Inputs(program, seed, [r.data for r in self.regions])
+        self.right = reference(program, self.inputs)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for region in self.regions:
+            region.close()
 
 
 class Bench:
@@ -38,10 +63,14 @@ class Bench:
         limit: float,
         scratch_bytes: int,
         rig: Rig = CPU,
+        answers: Callable[[], Answers] | None = None,
     ) -> None:
+        """`answers` gives those of the program, made ahead; the bench closes them."""
         self.program, self.limit, self.rig = program, limit, rig
         self._specs_in, self._specs_out = input_specs(program), output_specs(program)
-        self._ins = [Region(s.nbytes, i) for i, s in enumerate(self._specs_in)]
+        self._answers = Answers(program, seed) if answers is None else answers()
+        self.inputs, self.right = self._answers.inputs, self._answers.right
+        self._ins = self._answers.regions
         self.outs = [Region(s.nbytes, i) for i, s in enumerate(self._specs_out)]
         self._scratch = Region(max(scratch_bytes, 1))
         hello = {
@@ -54,11 +83,6 @@ class Bench:
             "ordinal": rig.ordinal,
         }
         self.child = Supervisor(hello, tuple(r.spec.fd for r in self._regions()), rig.worker)
-        if rig.on_device:  # it starts while the right answers are computed
-            self.child.launch()
-        # The sets live in the shared memory itself: no copy, however large the weights are.
-        self.inputs = Inputs(program, seed, [r.data for r in self._ins])
-        self.right = reference(program, self.inputs)
 
     def _regions(self) -> list[Region]:
         return [*self._ins, *self.outs, self._scratch]
@@ -73,7 +97,8 @@ class Bench:
         trace: TracebackType | None,
     ) -> None:
         self.child.stop()
-        for region in self._regions():
+        self._answers.close()
+        for region in (*self.outs, self._scratch):
             region.close()
 
     def put(self, which: int) -> None:

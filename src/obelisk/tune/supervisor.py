@@ -59,15 +59,14 @@ class Supervisor:
         self._hello, self._descriptors, self._worker = hello, descriptors, worker
         self._process: subprocess.Popen[bytes] | None = None
         self.generation = 0
-        self._ready = False
 
     @property
     def running(self) -> bool:
         """Whether a worker is up (one that died unnoticed counts)."""
         return self._process is not None
 
-    def launch(self) -> None:
-        """Start a worker if none is up, without waiting until it answers."""
+    def start(self) -> None:
+        """Make sure a worker is up."""
         if self._process is not None:
             return
         ours, theirs = Pipe()
@@ -84,18 +83,10 @@ class Supervisor:
         theirs.close()
         os.close(life_read)
         self.generation += 1
-        self._ready = False
-
-    def start(self) -> None:
-        """Make sure a worker is up."""
-        self.launch()
-        if self._ready:
-            return
         try:
             self._exchange(self._hello, _START_SECONDS)
         except Fallen as e:
             raise InternalError(f"the tuning worker did not start: {e.detail}") from e
-        self._ready = True
 
     def ask(self, limit: float, do: str, **arguments: Any) -> dict[str, Any]:
         """Send one command and wait `limit` seconds for its answer; raises `Fallen`."""

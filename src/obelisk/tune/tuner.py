@@ -18,7 +18,7 @@ from obelisk.base.errors import UserError
 from obelisk.base.log import logger
 from obelisk.base.progress import Progress, Silent
 from obelisk.ir.graph import Graph
-from obelisk.tune.bench import Bench
+from obelisk.tune.bench import Answers, Bench
 from obelisk.tune.inputs import input_specs, output_specs
 from obelisk.tune.judge import Judgement
 from obelisk.tune.race import HINT, Runner, leader, race, ratio, significantly_slower
@@ -66,6 +66,7 @@ def tune(
     limit_seconds: float = 5.0,
     rig: Rig = CPU,
     grow: Grow | None = None,
+    answers: Callable[[], Answers] | None = None,
 ) -> TuneReport:
     """Check all items against the program's float64 meaning, race the right ones, and choose the
     fastest.
@@ -89,6 +90,7 @@ def tune(
         grow: once all items are checked and probed, gets seconds of a call for each (None: not
             right) and gives further ones, which are checked and join the race; the report lists
             them behind the others.
+        answers: gives the program's inputs and right answers for this seed, made ahead.
 
     Returns the report, also when no item is right, when the budget ends early, and on Ctrl-C.
     Raises `UserError` for a budget or thread count that is not positive, or a contender that no
@@ -101,7 +103,7 @@ def tune(
         )
     targets = [c.target for c in contenders]
     run = _Tuning(program, items, contenders, targets, threads, seed, progress or Silent(), rig)
-    run.grow = grow
+    run.grow, run.answers = grow, answers
     return run.report(budget_seconds, limit_seconds)
 
 
@@ -124,6 +126,7 @@ class _Tuning:
     ) -> None:
         self.rig = rig
         self.grow: Grow | None = None
+        self.answers: Callable[[], Answers] | None = None
         self.program, self.items, self.contenders = program, list(items), contenders
         self.targets, self.threads, self.seed, self.progress = targets, threads, seed, progress
         self.states = [_State(i.name) for i in items] + [_State(c.name) for c in contenders]
@@ -140,7 +143,9 @@ class _Tuning:
         interrupted = False
         try:
             scratch = max((i.scratch_bytes for i in self.items), default=0)
-            with Bench(self.program, self.seed, self.threads, limit, scratch, self.rig) as bench:
+            with Bench(
+                self.program, self.seed, self.threads, limit, scratch, self.rig, self.answers
+            ) as bench:
                 self.scale = bench.inputs.scale
                 if self.scale < 1:
                     self.notes.append(
