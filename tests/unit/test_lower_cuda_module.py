@@ -4,6 +4,8 @@ that keep the meaning.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.cuda_graphs import attention, fused, gated, low_rank, norm_matmul
@@ -64,6 +66,13 @@ def test_a_cpu_machine_is_refused_by_name() -> None:
 
     with pytest.raises(Infeasible, match="CUDA target cannot serve"):
         lower_cuda(low_rank(16, 64, 16, 64, parts=2), host())
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_90", "gfx942", ""])
+def test_old_and_unknown_architectures_are_refused_by_name(arch: str) -> None:
+    machine = replace(H200, arch=arch)
+    with pytest.raises(Infeasible, match=f"is {arch}; the CUDA target serves sm_80, "):
+        lower_cuda(low_rank(16, 64, 16, 64, parts=2), machine)
 
 
 PAIRS = {
@@ -134,6 +143,16 @@ def test_finer_loops_mean_the_same() -> None:
     assert finer.outputs[0].attrs.block.loop == 8  # 256 deep tiles become 64 deep ones
     arrays = random_inputs(graph, 1, 0.2)
     np.testing.assert_allclose(run(finer, arrays)[0], run(graph, arrays)[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("tile", "loop"), [(0, 8), (32, 16), (128, 4), (256, 2), (512, 8)])
+def test_a_loop_tile_is_what_was_asked_for(tile: int, loop: int) -> None:
+    """Of 512 elements of depth in tiles of 64; one iteration alone would be no loop."""
+    graph = gated(4, 512, 32, parts=2, loop=8)
+    other = scaled(graph, CudaOptions(loop_tile=tile))
+    assert other.outputs[0].attrs.block.loop == loop
+    arrays = random_inputs(graph, 1, 0.2)
+    np.testing.assert_allclose(run(other, arrays)[0], run(graph, arrays)[0], rtol=1e-12)
 
 
 def test_taller_tiles_and_fewer_parts_mean_the_same() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from obelisk.ir.block import Phase
 from obelisk.lower.cuda.fragment import Fragments
-from obelisk.lower.cuda.layout import Layout, up
+from obelisk.lower.cuda.layout import Layout
 from obelisk.lower.cuda.options import CudaModule, Pointer
 from obelisk.lower.cuda.values import Values
 
@@ -72,11 +72,10 @@ def pipeline_lines(work: Fragments) -> list[str]:
     if work.groups > 1:
         size = work.exchanged() - work.fixed
         out.append(f"  groups exchange {size} bytes at {work.fixed}, in the place of the slots")
-    if work.local:
-        out.append(
-            f"  outbox of the cluster: {work.received()} bytes at {up(work.exchanged(), 16)}"
-        )
-        out.append(f"  inbox of the cluster: {work.received()} bytes at {work.needed()}")
+    place = work.needed()
+    for j, share in work.local.items():
+        out.append(f"  parts {j} from the cluster: {share.size} bytes at {place}")
+        place += share.size
     return out
 
 

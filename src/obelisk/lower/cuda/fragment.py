@@ -74,7 +74,7 @@ class Fragments(Clustered):
         self.options, self.machine = options, machine
         self.shared_limit = machine.shared_bytes - STATIC
         self.products = [n for n in block.body if n.op is Op.MATMUL]
-        self.local, self.parts, self.message = {}, 1, 0
+        self.local, self.parts = {}, 1
         if ending is not None:
             self.keep(*ending)
         self._roles()
@@ -491,11 +491,8 @@ class Fragments(Clustered):
             if moving and not self.bulk:
                 t.line("ob_copy_wait<0>();")
             self.merge(t)
-        elif self.local:
-            t.line("__syncthreads();  // tiles make room for messages")
-        if self.local:
-            for line in self.boxes(up(self.exchanged(), 16), self.needed()):
-                t.line(line)
+        for line in self.inbox(self.needed()):
+            t.line(line)
         if self.groups > 1:
             t.open(f"if (group < {self.sharers})")
         t.lines += ["  " * t.depth + x for x in self.out[Phase.POST].lines]
@@ -567,11 +564,9 @@ class Fragments(Clustered):
         return need
 
     def needed(self) -> int:
-        """Bytes of shared memory for tiles, or in their place for what the groups exchange and the
-        messages to other blocks.
-        """
+        """Bytes of shared memory for tiles, or in their place for what the groups exchange."""
         slack = 0
         if any(self.axes.axes[a].extent // self.column_warps % 16 for a in self.shared_axes):
             # The last warp's fragments of 16 columns reach half beyond the tile.
             slack = 16 * max(s.stride for s in self.stages.values())
-        return up(max(self.shared + slack, up(self.exchanged(), 16) + self.received()), 16)
+        return up(max(self.shared + slack, self.exchanged()), 16)

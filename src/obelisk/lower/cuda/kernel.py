@@ -68,11 +68,11 @@ def gathered(work: Fragments, last: Last, ending: Gathering, outputs: list[str])
     names = ([f"part{j}" for j in kept], outputs)
     combine = Gathered(ending, params, last.results, names, work.threads)
     return [
-        *work.sending(),
+        "ob_cluster_arrive();",
+        "ob_cluster_wait();  // all parts are here",
         "{",
         *("  " + x for x in combine.body()),
         "}",
-        "ob_cluster_wait();  // no block leaves before its messages have arrived",
     ]
 
 
@@ -151,8 +151,9 @@ def _begin(work: Fragments | Dealt, block: BlockGraph, fastest: int | None) -> l
     out += grid_lines(block.grid, "(int)blockIdx.x", fastest=fastest)
     if isinstance(work, Fragments):
         out += work.ring()
-        out += work.mailbox()
     out.append("ob_begin();")
+    if isinstance(work, Fragments) and work.local:
+        out.append("ob_cluster_arrive();")
     return out
 
 
@@ -192,7 +193,7 @@ def register_kernel(
     headers, threads, shared, resident = list(HEADERS), work.threads, 0, 1
     if isinstance(work, Fragments):
         headers += [
-            *(["bulk.cuh"] if work.bulk or work.local else []),
+            *(["bulk.cuh"] if work.bulk else []),
             *(["wgmma.cuh"] if work.wide else []),
         ]
         threads, shared, resident = work.launch_threads(), work.shared_bytes(), work.resident

@@ -32,6 +32,7 @@ from obelisk.lower.schedule import Operand, Rules, flatten
 from obelisk.lower.tile import Binding, Call, Kernel, Tensor, TensorKind, TileProgram
 from obelisk.machine.description import Feature, Machine, MachineKind
 
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 ARENA_LIMIT = 1 << 30  # bytes of tiles of a block; beyond shared memory they lie in device memory
 SCRATCH_LIMIT = 1 << 36
 LINE = 64  # columns of a whole line of a swizzled tile
@@ -60,6 +61,10 @@ def scheduled(graph: Graph, machine: Machine) -> tuple[TileProgram, dict[int, So
     if machine.kind is not MachineKind.CUDA:
         raise Infeasible(
             f"{machine.name} is a {machine.kind} machine; the CUDA target cannot serve it"
+        )
+    if machine.arch not in ARCHITECTURES:
+        raise Infeasible(
+            f"{machine.name} is {machine.arch}; the CUDA target serves {', '.join(ARCHITECTURES)}"
         )
     work = _Program(graph, RULES, machine.cores)
     program = work.run()

@@ -89,8 +89,10 @@ def coarser(graph: Graph, options: CudaOptions) -> Graph:
     return _resized(graph, grids, {})
 
 
-def finer(graph: Graph, options: CudaOptions) -> Graph:
-    """The graph with its loops cut finer, so that a tile along the loop is one pipeline stage."""
+def staged(graph: Graph, options: CudaOptions) -> Graph:
+    """The graph with its loops cut so that a tile along the loop is one pipeline stage: finer where
+    tiles are longer, coarser where they are shorter than a `loop_tile` that was asked for.
+    """
     loops: dict[BlockGraph, int] = {}
     for block in blocks_of(graph):
         longest = max(
@@ -103,6 +105,10 @@ def finer(graph: Graph, options: CudaOptions) -> Graph:
         )
         if block.loop == 1 or not has_products(block):
             continue
+        join = options.loop_tile // max(1, longest)
+        if not options.loop_scale and join > 1 and block.loop % join == 0 and block.loop > join:
+            loops[block] = block.loop // join
+            continue
         scale = options.loop_scale or max(1, longest // (options.loop_tile or LOOP_TILE))
         while scale > 1 and longest % scale:
             scale -= 1
@@ -113,7 +119,7 @@ def finer(graph: Graph, options: CudaOptions) -> Graph:
 
 def scaled(graph: Graph, options: CudaOptions) -> Graph:
     """The graph at the sizes that the options ask for."""
-    return finer(coarser(graph, options), options) if options.fragments else graph
+    return staged(coarser(graph, options), options) if options.fragments else graph
 
 
 def fitting_splits(graph: Graph, machine: Machine, row_tile: int = 0) -> int:

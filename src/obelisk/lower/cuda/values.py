@@ -42,7 +42,6 @@ FAST = {
     Op.MAX: "ob_fast_max",
 }
 VECTOR_BYTES = 16
-PARTIALS = 4  # results at a time of a fold in a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,37 +466,17 @@ class Values:
         axes = tuple(a for a in inner if a != axis)
         value = Value(self.name("s" if node.op is Op.SUM else "m"), axes, kind)
         body = self.scalar(operand, layout, kind, frozenset(inner))
+        self.declare(text, value, layout, self.neutral(node.op, kind))
+        self.nest(text, inner, layout)
         guard = self.guard(axis, layout)
         if guard:
-            body = f"(({guard}) ? {body} : {self.neutral(node.op, kind)})"
-        if inner[-1] == axis and layout.dim(axis).registers >= 2 * PARTIALS:
-            self.declare(text, value, layout)
-            self.partial_fold(node.op, value, body, axis, layout, text)
-        else:
-            self.declare(text, value, layout, self.neutral(node.op, kind))
-            self.nest(text, inner, layout)
-            text.line(f"{self.at(value)} = {self.join(node.op, kind, self.at(value), body)};")
-            self.unnest(text, inner)
+            body = f"({guard}) ? {body} : {self.neutral(node.op, kind)}"
+        joined = self.join(node.op, kind, self.at(value), f"({body})" if guard else body)
+        text.line(f"{self.at(value)} = {joined};")
+        self.unnest(text, inner)
         if across:
             self.fold_across(node.op, value, axis, layout, text)
         return value
-
-    def partial_fold(
-        self, op: Op, value: Value, body: str, axis: int, layout: Layout, text: Text
-    ) -> None:
-        """A fold along the last axis with several results at a time: a shorter chain."""
-        kind = value.kind
-        self.nest(text, value.axes, layout)
-        text.line(f"{KIND_TYPE[kind]} part[{PARTIALS}];")
-        text.line("#pragma unroll")
-        text.line(f"for (int i = 0; i < {PARTIALS}; i++) part[i] = {self.neutral(op, kind)};")
-        self.nest(text, (axis,), layout)
-        here = f"part[r{axis} % {PARTIALS}]"
-        text.line(f"{here} = {self.join(op, kind, here, body)};")
-        self.unnest(text, (axis,))
-        pairs = [self.join(op, kind, f"part[{i}]", f"part[{i + 1}]") for i in (0, 2)]
-        text.line(f"{self.at(value)} = {self.join(op, kind, *pairs)};")
-        self.unnest(text, value.axes)
 
     def fold_across(self, op: Op, value: Value, axis: int, layout: Layout, text: Text) -> None:
         """Join the parts of a fold that the threads hold."""

@@ -26,11 +26,22 @@ OB_DEVICE bool ob_last_block(unsigned *counter, unsigned total) {
 // All threads of all blocks of a cluster meet, in two steps; what they wrote before is visible after.
 OB_DEVICE void ob_cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 OB_DEVICE void ob_cluster_wait() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// The address of `p`, which points into this block's shared memory, in that of another block of the
+// cluster.
+template <class T> OB_DEVICE T *ob_remote(T *p, int block) {
+#if __CUDA_ARCH__ >= 900
+  T *r;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(r) : "l"(p), "r"(block));
+  return r;
+#else
+  return p;
 #endif
 }

@@ -24,19 +24,6 @@ OB_DEVICE void ob_barrier_wait(unsigned at, unsigned parity) {
       "r"(parity)
       : "memory");
 }
-// These threads' own writes to shared memory become visible to the copy engine.
-OB_DEVICE void ob_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Bytes from this block's shared memory to the same place in that of another block of the cluster,
-// whose barrier counts them.
-OB_DEVICE void ob_bulk_send(void *to, const void *from, unsigned bytes, unsigned barrier, int block) {
-  unsigned there, counter;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(ob_shared(to)), "r"(block));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(barrier), "r"(block));
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   there),
-               "r"(ob_shared(from)), "r"(bytes), "r"(counter)
-               : "memory");
-}
 
 // How the copy engine sees a matrix; made by the host, a kernel argument.
 struct alignas(64) ob_map { char bytes[128]; };
@@ -45,13 +32,21 @@ OB_DEVICE void ob_map_fetch(const ob_map &map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 // One box of a matrix, from the element in this column and row on, to rows of 128 bytes with swizzled
-// chunks (ob_place with STRIDE 0). ONCE: no other block reads it, so the L2 cache need not keep it.
+// chunks (ob_place with STRIDE 0). ONCE: no other block reads it, so it is the first to leave the L2
+// cache.
 template <bool ONCE>
 OB_DEVICE void ob_bulk_box(unsigned to, const ob_map &map, int column, int row, unsigned barrier) {
-  const unsigned long long keep = ONCE ? 0x12f0000000000000ull : 0x1000000000000000ull;  // evict first : normal
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(keep)
-      : "memory");
+  if constexpr (ONCE) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(0x12f0000000000000ull)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+        "[%4];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+  }
 }
