@@ -24,10 +24,11 @@ from obelisk.app.explain_gpu import (
 )
 from obelisk.app.report import show_bytes, show_us
 from obelisk.app.synth import describe, explain, require_directory, synthesise, workload_of
+from obelisk.app.synth_cuda import describe_gpu, machine_of, synthesise_cuda, tiling_of
 from obelisk.base.errors import UserError
 from obelisk.engine import Engine, Sampling, Tokenizer
-from obelisk.machine import Machine, MachineKind, find
-from obelisk.mega import target_of
+from obelisk.machine import Machine, MachineKind
+from obelisk.mega import Target, target_of
 from obelisk.plan import Plan, read_plan, write_plan
 from obelisk.runtime import Checkpoint, Session, trace_events
 from obelisk.schedule import Choice, SearchAccount
@@ -118,6 +119,32 @@ def _explain_gpu(
     _write_json(json_file, found.to_json())
 
 
+def _synth_cuda(
+    model: Path, work: Workload, machine: Machine, blocks: int | None, profile: int,
+    checkpoint: Path | None, resume: bool, output: Path, json_file: Path | None,
+) -> None:  # fmt: skip
+    with Display() as progress:
+        made = synthesise_cuda(
+            model, work, machine, blocks=blocks, profile=profile, checkpoint=checkpoint,
+            resume=resume, progress=progress,
+        )  # fmt: skip
+    write_plan(made.plan, output)
+
+    def shown(seconds: float | None) -> str:
+        return "-" if seconds is None else show_us(seconds * 1e6)
+
+    rows = [(p.note, shown(p.predicted), shown(p.seconds)) for p in made.profiled]
+    console = stdout()
+    console.print(rows_table(("schedule", "predicted us", "measured us"), rows, left=1))
+    step = made.plan.measured.get("step_seconds")
+    said = (
+        f"{step * 1e3:.3f} ms a step" if step
+        else f"compiled for {machine.arch}, nothing measured: no such device here"
+    )  # fmt: skip
+    console.print(Text(f"{output}: {said}, synthesised in {made.seconds:.1f} s"), soft_wrap=True)
+    _write_json(json_file, made.plan.manifest())
+
+
 def synth(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL_DIR", help="config.json and *.safetensors.")
@@ -125,7 +152,10 @@ def synth(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="PLAN", help="Where the plan goes.")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="cpu: this machine.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option("--device", help="cpu, cuda (the GPU here), or sm_80, sm_90a, h200, ..."),
+    ] = "cpu",
     batch: Annotated[int, typer.Option("--batch", help="Sequences decoded together.")] = 1,
     context: Annotated[
         int | None,
@@ -139,7 +169,7 @@ def synth(
         ),
     ] = None,
     cores: Annotated[
-        int | None, typer.Option("--cores", help="Pinned threads [all usable cores].")
+        int | None, typer.Option("--cores", help="Pinned threads, or SMs [all].")
     ] = None,
     profile: Annotated[
         int, typer.Option("--profile", min=1, help="How many schedules to build and time.")
@@ -169,22 +199,25 @@ def synth(
     """Synthesise a megakernel for a model: one program that runs whole decode steps."""
     require_directory(model)
     console = stdout()
-    _check_search_options(find(device), explain_only, ir_pass, checkpoint, resume, timeline)
+    machine = machine_of(device)
+    _check_search_options(machine, explain_only, ir_pass, checkpoint, resume, timeline)
     if explain_only:
         config = read_config(model)
-        machine = find(device)
         if machine.kind is MachineKind.CUDA:
             work = workload_of(config, batch, context, weights or "bf16", model)
             _explain_gpu(
                 config, work, machine, cores, ir_pass, checkpoint, resume, timeline, json_file
             )  # fmt: skip
             return
-        target_of(machine)
         work = workload_of(config, batch, context, weights or "fp32", model)
         _explain(*explain(config, work, machine, cores))
         return
     if output is None:
         raise UserError("synth needs -o PLAN, the file to write (or --explain)")
+    if target_of(machine) is Target.CUDA:
+        work = workload_of(read_config(model), batch, context, weights or "bf16", model)
+        _synth_cuda(model, work, machine, cores, profile, checkpoint, resume, output, json_file)
+        return
     with Display() as progress:
         made = synthesise(
             model, device=device, batch=batch, context=context, weights=weights or "fp32",
@@ -271,6 +304,23 @@ def generate(
     )  # fmt: skip
 
 
+def _decided(plan: Plan) -> dict[str, str]:
+    """What the schedule decided, in a few words."""
+    if plan.target == "cuda":
+        shared, launch = plan.schedule["shared"], plan.schedule["launch"]
+        total = sum(shared.values())
+        return {
+            "schedule": describe_gpu(tiling_of(plan)),
+            "block": f"{launch['threads']} threads, {show_bytes(total)} of shared memory, of it "
+                     f"the ring {show_bytes(shared['ring'])}",
+        }  # fmt: skip
+    return {
+        "schedule": str(plan.measured.get("schedule", plan.schedule["sync"])),
+        "tasks": f"{plan.schedule['tasks_per_core']} a core, "
+                 f"waits {plan.schedule['waits_per_core']}",
+    }  # fmt: skip
+
+
 @plan_app.command("show")
 def plan_show(
     plan_file: PlanArg,
@@ -284,21 +334,21 @@ def plan_show(
     else:
         m, w = plan.model, plan.workload
         lines = {
-            "target": f"{plan.target}, {plan.cores} threads",
-            "machine": f"{plan.host.title} ({plan.host.system}, {plan.host.machine})",
+            "target": f"{plan.target}, {plan.cores} "
+                      + ("blocks" if plan.target == "cuda" else "threads"),
+            "machine": f"{plan.host.title or 'any'} ({plan.host.system}, {plan.host.machine})",
             "model": f"{m['family']}, {m['layers']} layers, hidden {m['hidden']}, "
                      f"{m['heads']}/{m['kv_heads']} heads of {m['head_dim']}, ffn {m['ffn']}, "
                      f"vocabulary {m['vocab']}, {'tied' if m['tied'] else 'separate'} head",
             "model digest": plan.model_digest,
             "weights": f"{plan.weights_path} ({len(plan.weights_digests)} files)",
             "workload": f"batch {w['batch']}, context {w['context']}, {w['weights']}",
-            "schedule": str(plan.measured.get("schedule", plan.schedule["sync"])),
-            "tasks": f"{plan.schedule['tasks_per_core']} a core, "
-                     f"waits {plan.schedule['waits_per_core']}",
+            **_decided(plan),
             "memory": f"weights {show_bytes(plan.layout.total_bytes)}, "
                       f"cache {show_bytes(plan.cache.nbytes)}, "
                       f"scratch {show_bytes(plan.scratch_bytes)}",
-            "kernel": f"{len(plan.source)} characters of C, {show_bytes(len(plan.binary))} built",
+            "kernel": f"{len(plan.source)} characters of source, "
+                      f"{show_bytes(len(plan.binary))} built",
         }  # fmt: skip
         if plan.measured:
             step = plan.measured["step_seconds"]

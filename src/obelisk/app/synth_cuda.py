@@ -1,35 +1,114 @@
-"""Synthesis for CUDA: the plan of one tiling, with or without a GPU at hand.
+"""Synthesis for CUDA: from a model directory to a plan, with or without a GPU at hand.
 
-Chains tiling, emitter and compiler. A plan that is made without a device names the architecture and
-the SMs that it needs; one that was measured names the device.
+Chains config, schedule search, emitter, compiler, and where there is a matching device profiler and
+judge. A plan that is made without one is the documented default (or the search's best, where that
+does not compile); it names the architecture and the SMs that it needs, and that nothing was
+measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from obelisk.base.errors import Infeasible
+import numpy as np
+
+from obelisk.base.errors import Infeasible, InternalError, MissingDependency, UserError
+from obelisk.base.progress import Progress, Silent
 from obelisk.build.cuda import compile_cuda
-from obelisk.machine import Machine
+from obelisk.machine import Machine, find
+from obelisk.machine.registry import for_capability
 from obelisk.mega.cuda import EmittedCuda, emit_cuda
 from obelisk.mega.cuda.emit import SPANS
 from obelisk.plan import CacheLayout, HostIdentity, Plan
-from obelisk.runtime.cuda_driver import GPU
-from obelisk.schedule.gpu import GpuTiling
-from obelisk.tasks import ModelConfig, Workload, checkpoint_tensors, inverse_frequencies
+from obelisk.runtime import Checkpoint, file_digests
+from obelisk.runtime.cuda import CudaSession, gpu_refusal
+from obelisk.runtime.cuda_driver import GPU, Device
+from obelisk.runtime.packing import pack, stored
+from obelisk.schedule import Sync, place
+from obelisk.schedule.gpu import GpuTiling, default_tiling
+from obelisk.schedule.gpu_search import GpuAccount, search_gpu
+from obelisk.schedule.vm import VirtualMachine
+from obelisk.tasks import (
+    ModelConfig,
+    StepShape,
+    Tiling,
+    WeightFormat,
+    Workload,
+    checkpoint_tensors,
+    inverse_frequencies,
+    read_config,
+)
 
 COMPILE_SECONDS = 300.0
+SPILLED = 32  # bytes a thread: a few words that a compiler's version keeps outside the loops
+SEARCH_SECONDS = 30.0
+PROFILE_STEPS, PROFILE_LAUNCHES = 32, 5
+JUDGED, JUDGED_STEPS = 200_000_000, 3  # weights, steps
+TOLERANCE = 0.1  # of the largest logit: inputs of products are rounded to 16 bits in every layer
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledGpu:
+    """One built cut: predicted seconds of a step (None: it was not simulated) and measured ones
+    (None: there was no device).
+    """
+
+    note: str
+    predicted: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CudaSynthesis:
+    """A finished synthesis: the plan, what was built, what was searched, and seconds in all."""
+
+    plan: Plan
+    profiled: tuple[ProfiledGpu, ...]
+    account: GpuAccount | None
+    seconds: float
+
+
+def device_here() -> Machine:
+    """The description of the CUDA device at hand, with its own name and count of SMs.
+
+    Raises `UserError` where there is none, `UnknownName` for an architecture that is not known.
+    """
+    device = Device()
+    found = for_capability(*device.capability)
+    here = device.identity(found.arch)
+    room = device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+    return replace(
+        found, title=here.title, cores=here.cores, shared_bytes=min(found.shared_bytes, room)
+    )
+
+
+def machine_of(name: str) -> Machine:
+    """The machine that `--device` names; `cuda` is the device at hand."""
+    return device_here() if name.strip().lower() == "cuda" else find(name)
+
+
+def matching_device(machine: Machine, blocks: int) -> HostIdentity | None:
+    """The device at hand if a plan of `blocks` blocks for `machine` runs on it, else None."""
+    try:
+        device = Device()
+    except (MissingDependency, UserError):
+        return None
+    here = device.identity(machine.arch)
+    made_on = HostIdentity(GPU, machine.arch, "", (), blocks)
+    return here if gpu_refusal(made_on, here, device.capability) is None else None
 
 
 def build(emitted: EmittedCuda, machine: Machine) -> bytes:
-    """The cubin of a kernel; raises `Infeasible` where the compiler had to spill registers or took
-    more shared memory than was planned.
+    """The cubin of a kernel; raises `Infeasible` where the compiler spilled more than a few words
+    or took more shared memory than was planned.
     """
     built = compile_cuda(emitted.source, machine.arch, timeout=COMPILE_SECONDS)
     used = built.resources
-    if used.spill_stores or used.spill_loads:
+    if used.spill_stores > SPILLED:
         raise Infeasible(f"the kernel spills {used.spill_stores} bytes of registers")
     if used.shared > emitted.shared.misc:
         raise Infeasible(
@@ -65,7 +144,7 @@ def make_cuda_plan(
         weights_path=str(Path(folder).resolve()) if folder else "",
         weights_digests=digests or {},
         tensors=tuple((t.name, t.shape) for t in checkpoint_tensors(model)),
-        workload={"batch": work.batch, "context": work.context, "weights": work.weights.value},
+        workload=work.to_json(),
         schedule={
             "tiling": tiling.to_json(), "shared": asdict(emitted.shared),
             "launch": emitted.launch(),
@@ -86,3 +165,163 @@ def make_cuda_plan(
         source=emitted.source,
         binary=build(emitted, machine) if binary is None else binary,
     )  # fmt: skip
+
+
+def describe_gpu(t: GpuTiling) -> str:
+    """A tiling in a few words."""
+    waits = f", barriers after {' and '.join(t.barriers)}" if t.barriers else ""
+    return (
+        f"ring {t.stages} x {t.chunk_bytes // 1024} KB, {t.in_flight} in flight "
+        f"({t.in_flight_waiting} waiting), o/{t.o_split}, down/{t.down_split}, kv/{t.kv_pieces}"
+        f"{waits}"
+    )
+
+
+def candidates(
+    model: ModelConfig, work: Workload, machine: Machine, blocks: int | None, keep: int,
+    listener: Progress, checkpoint: Path | None, resume: bool,
+) -> tuple[list[tuple[GpuTiling, float | None]], GpuAccount | None]:  # fmt: skip
+    """The documented default, then the search's best others, with their predicted seconds; the
+    default alone where xDSL is not installed.
+    """
+    first = default_tiling(model, work, machine, blocks)
+    try:
+        found, account = search_gpu(
+            model, work, machine, blocks=blocks, keep=keep, judged=keep, seconds=SEARCH_SECONDS,
+            checkpoint=checkpoint, resume=resume, progress=listener,
+        )  # fmt: skip
+    except MissingDependency:
+        return [(first, None)], None
+    predicted = {c.tiling: c.timeline.seconds for c in found}
+    others = [(c.tiling, c.timeline.seconds) for c in found if c.tiling != first]
+    return [(first, predicted.get(first)), *others][: max(1, keep)], account
+
+
+def time_gpu(session: CudaSession) -> float:
+    """Seconds of one step on the device, all slots in use at the middle of the context: the median
+    of short launches after one that warms up.
+    """
+    plan = session.plan
+    steps = max(1, min(PROFILE_STEPS, plan.context // 2))
+    at = plan.context // 2 - steps if plan.context // 2 > steps else 0
+    runs = []
+    for _ in range(PROFILE_LAUNCHES + 1):
+        session.position[:] = at
+        session.launch([[1 % plan.vocab]] * plan.batch, [steps] * plan.batch)
+        runs.append(session.kernel_seconds / session.steps_done)
+    session.reset()
+    return float(np.median(runs[1:]))
+
+
+def judge_gpu(
+    session: CudaSession, model: ModelConfig, work: Workload, source: Callable[[str], Any]
+) -> float | None:
+    """The largest error of a few steps' logits against the float64 meanings of the tasks, on the
+    weights as stored, relative to the largest logit.
+
+    Raises `InternalError` above `TOLERANCE`: such a plan is not written. None for models beyond
+    `JUDGED` weights.
+    """
+    plan = session.plan
+    if plan.layout.total_bytes / 2 > JUDGED:
+        return None
+    plain = Workload(work.batch, work.context, WeightFormat.FP32)
+    machine = VirtualMachine(place(StepShape(model, plain, Tiling()), Sync.COUNTER), source)
+    rng = np.random.default_rng(0)
+    worst, before = 0.0, session.keep_logits
+    session.keep_logits = True
+    for _ in range(min(JUDGED_STEPS, plan.context)):
+        tokens = [int(t) for t in rng.integers(0, plan.vocab, plan.batch)]
+        want = machine.step(tokens)
+        session.launch([[t] for t in tokens], [1] * plan.batch)
+        worst = max(worst, float(np.abs(session.logits() - want).max() / np.abs(want).max()))
+    session.keep_logits = before
+    session.reset()
+    if not worst <= TOLERANCE:
+        raise InternalError(
+            f"the kernel differs from its meaning: {worst:.1e} of the largest logit"
+        )
+    return worst
+
+
+def synthesise_cuda(
+    folder: str | Path,
+    work: Workload,
+    machine: Machine,
+    *,
+    blocks: int | None = None,
+    profile: int = 3,
+    checkpoint: Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> CudaSynthesis:
+    """A plan for the model in `folder` on a CUDA machine.
+
+    Where a matching device is at hand, the best `profile` cuts are built and timed on it and the
+    fastest is judged and kept; else the first that compiles is kept. Raises `Infeasible` naming the
+    limit that is exceeded, `UserError` for a directory that does not hold the model's weights.
+    """
+    listener, start = progress or Silent(), time.perf_counter()
+    model = read_config(folder)
+    weights = Checkpoint(folder)
+    weights.check([(t.name, t.shape) for t in checkpoint_tensors(model)], model.layers)
+    tilings, account = candidates(
+        model, work, machine, blocks, profile, listener, checkpoint, resume
+    )
+    digests = file_digests(folder)
+    device = matching_device(machine, tilings[0][0].blocks)
+    rows: list[ProfiledGpu] = []
+    refused: list[str] = []
+    best: tuple[float, Plan] | None = None
+    arena: Any = None
+    for i, (tiling, predicted) in enumerate(tilings):
+        listener.update("build", {"built": i, "of": len(tilings)})
+        try:
+            plan = make_cuda_plan(
+                model, work, tiling, machine, folder=folder, digests=digests, device=device
+            )
+        except Infeasible as why:
+            refused.append(str(why))
+            continue
+        note = describe_gpu(tiling)
+        if device is None:
+            rows.append(ProfiledGpu(note, predicted, None))
+            best = (0.0, plan)
+            break
+        arena = pack(plan.layout, weights.tensor) if arena is None else arena
+        session = CudaSession(plan, arena)
+        seconds = time_gpu(session)
+        session.close()
+        rows.append(ProfiledGpu(note, predicted, seconds))
+        if best is None or seconds < best[0]:
+            best = (seconds, plan)
+    if best is None:
+        raise Infeasible(f"no megakernel for {machine.name}: {'; '.join(dict.fromkeys(refused))}")
+    seconds, plan = best
+    if device is not None:
+        listener.update("judge", {"schedule": plan.schedule["tiling"]})
+        session = CudaSession(plan, arena)
+        tolerance = judge_gpu(session, model, work, stored(plan.layout, weights.tensor))
+        session.close()
+        measured = {
+            "step_seconds": seconds, "position": work.context // 2, "batch": work.batch,
+            "step_bytes": step_bytes(plan, work.context // 2),
+            "schedule": describe_gpu(tiling_of(plan)),
+        }  # fmt: skip
+        plan = replace(plan, measured=measured, tolerance=tolerance)
+    return CudaSynthesis(plan, tuple(rows), account, time.perf_counter() - start)
+
+
+def tiling_of(plan: Plan) -> GpuTiling:
+    """The tiling that a CUDA plan was emitted with."""
+    fields = dict(plan.schedule["tiling"])
+    return GpuTiling(**{**fields, "barriers": tuple(fields["barriers"])})
+
+
+def step_bytes(plan: Plan, position: int) -> int:
+    """Bytes that a step at `position` must read: weights (but an embedding that is no head), keys
+    and values.
+    """
+    m, layout = plan.model, plan.layout
+    weights = layout.total_bytes - (0 if m["tied"] else layout.matrices[0].nbytes)
+    return int(weights + 4 * plan.batch * m["layers"] * m["kv_heads"] * m["head_dim"] * position)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from obelisk.base.errors import CallError
-from obelisk.runtime import Sampling, Session
+from obelisk.runtime import Sampling, Session, load_session
 
 CHUNK = 32  # steps of one launch
 PREFILL_FROM = 16  # tokens of a prompt that are run outside the kernel; it has shorter ones itself
@@ -62,8 +62,8 @@ class Engine:
 
     @staticmethod
     def load(plan: str | Path, weights_dir: str | Path | None = None) -> Engine:
-        """An engine from a plan file; raises what `Session.load` raises."""
-        return Engine(Session.load(plan, weights_dir))
+        """An engine from a plan file; raises what `load_session` raises."""
+        return Engine(load_session(plan, weights_dir))
 
     def _limits(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:
         context = self.session.plan.context

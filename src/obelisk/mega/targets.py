@@ -1,14 +1,13 @@
 """The targets that a schedule can be emitted for.
 
-Takes a device's name; gives a `Target`, or a refusal that names what is missing. A further target
-is one package beside `mega.cpu` and one member here.
+Takes a machine; gives a `Target`. A further target is one package beside `mega.cpu` and `mega.cuda`
+and one member here.
 """
 
 from __future__ import annotations
 
 import enum
 
-from obelisk.base.errors import Infeasible
 from obelisk.machine import Machine, MachineKind
 
 
@@ -16,13 +15,9 @@ class Target(enum.StrEnum):
     """What `mega` emits."""
 
     CPU = "cpu"  # C: one pinned thread for each core
+    CUDA = "cuda"  # CUDA C++: one persistent block for each SM
 
 
 def target_of(machine: Machine) -> Target:
-    """The target that serves a machine; raises `Infeasible` for a GPU, saying what is missing."""
-    if machine.kind is MachineKind.CPU:
-        return Target.CPU
-    raise Infeasible(
-        f"no megakernel for {machine.name} ({machine.arch}): CUDA is not a target yet, it lacks an "
-        "emitter for its task bodies, loader roles and copies; use --device cpu"
-    )
+    """The target that serves a machine."""
+    return Target.CPU if machine.kind is MachineKind.CPU else Target.CUDA

@@ -1,19 +1,23 @@
 """Loading a plan and its weights, the key-value cache, and launches; contains no compiler.
 
-`Session` is the way in. `runtime` sees only `plan` and `base`.
+`load_session` is the way in: a `Session` for a CPU plan, a `CudaSession` for a CUDA plan. `runtime`
+sees only `plan` and `base`.
 """
 
 from obelisk.runtime.checkpoint import Checkpoint, file_digests, weight_files
+from obelisk.runtime.cuda import CudaSession, load_session
 from obelisk.runtime.session import Sampling, Session, SlotRun
 from obelisk.runtime.timeline import Span, trace_events
 
 __all__ = [
     "Checkpoint",
+    "CudaSession",
     "Sampling",
     "Session",
     "SlotRun",
     "Span",
     "file_digests",
+    "load_session",
     "trace_events",
     "weight_files",
 ]

@@ -24,11 +24,15 @@ from obelisk.tasks.workload import Workload
 K_BLOCK = 32  # columns that a lane's 16-byte load of inputs covers: two steps of m16n8k16
 TILE_ROWS = 16  # the m of m16n8k16: weight rows are its rows, slots its columns
 WEIGHT_BYTES = 2  # bf16 and fp16
-MAX_HEADS = 4  # query heads that attention holds in registers at a time
+MAX_HEADS = 8  # query heads that attention takes at a time: the n of m16n8k16
 MAX_STAGES = 64
 MISC_BYTES = 4096  # static shared memory: mbarriers, sums of squares, tokens, bins of a draw
 BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
 IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the other traffic
+WAITING = 2  # chunks in flight while a block waits
+STREAMED = (
+    4  # rings of weights in a block's share of a layer, from which waiting is no reason to stop
+)
 
 
 class EdgeSync(enum.StrEnum):
@@ -155,14 +159,19 @@ def imbalance(tiles: int, split: int, blocks: int) -> float:
 
 
 def head_chunk(group: int) -> int:
-    """Query heads that attention takes at a time: as equal as can be, at most `MAX_HEADS`."""
-    return -(-group // -(-group // MAX_HEADS))
+    """Query heads that attention takes at a time."""
+    return min(group, MAX_HEADS)
 
 
 def attention_bytes(model: ModelConfig, warps: int) -> int:
-    """Shared memory of one item of attention: queries, the new key and value, partial results."""
-    heads, d = head_chunk(model.group), model.head_dim
-    return 4 * (model.group * d + 2 * d + warps * heads * (d + 2))
+    """Shared memory of one item of attention: queries in two parts, the new key and value, and each
+    warp's sums.
+    """
+    blocks = -(-model.head_dim // K_BLOCK)
+    stride = 64 * (blocks if blocks % 2 else blocks + 1)
+    rows = align(model.group, MAX_HEADS)
+    sums = 4 * warps * head_chunk(model.group) * (model.head_dim + 2)
+    return 2 * rows * stride + 128 * blocks + sums
 
 
 def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
@@ -224,8 +233,10 @@ def default_tiling(
     One block an SM (fewer where there are fewer tiles of gate and up than SMs); tiles are split
     along K where a block's share would be over 15% above the mean, or where the input rows would
     take over a third of shared memory; the context is cut so that every block has a piece, at most
-    8 of them; the ring takes the rest of shared memory, with 48 KB of it in flight. `blocks`
-    replaces the machine's SM count. Raises `Infeasible` naming the limit where nothing fits.
+    8 of them; the ring takes the rest of shared memory, with 48 KB of it in flight, 16 KB while a
+    block waits unless a layer's weights are many rings (such a model is bound by its stream).
+    `blocks` replaces the machine's SM count. Raises `Infeasible` naming the limit where nothing
+    fits.
     """
     wanted = machine.cores if blocks is None else blocks
     count = max(1, min(wanted, up_tiles(model)))
@@ -247,7 +258,10 @@ def default_tiling(
         if shared_plan(model, work, t).total <= machine.shared_bytes:
             break
     flight = max(2, min(t.stages, IN_FLIGHT_BYTES // t.chunk_bytes))
-    t = replace(t, in_flight=flight)
+    h, q, f = model.hidden, model.q_width, model.ffn
+    layer = WEIGHT_BYTES * (h * (q + 2 * model.kv_width) + q * h + 3 * h * f) // count
+    streamed = layer > STREAMED * t.stages * t.chunk_bytes
+    t = replace(t, in_flight=flight, in_flight_waiting=flight if streamed else min(WAITING, flight))
     why = refuse(model, work, t, machine)
     if why is not None:
         raise Infeasible(f"no megakernel for {machine.name}: {why}")

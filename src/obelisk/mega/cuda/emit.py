@@ -43,7 +43,7 @@ WAITS = (*EDGES, "token", "step")
 TEXTS = ("base.cuh", "ring.cuh", "fill.cuh", "attend.cuh", "sample.cuh", "step.cuh")
 SLOTS = 8
 LOG2E = 1.4426950408889634
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,103 +2,170 @@
  *
  * Pieces are ranges of positions whose width depends on the length alone and seldom changes, and the same block always
  * has the same piece of a layer: so what it appends to the cache in one step it reads itself in the next, and the cache
- * needs no words; where the width changes, all blocks meet first. Keys and values of older positions are asked for before
- * the new queries are waited for. Softmax is online and in base 2; a piece's result is rounded to 16 bits.
+ * needs no marks; where the width changes, all blocks meet first. Keys and values of older positions are asked for before
+ * the new queries are waited for.
+ *
+ * Tensor cores: a tile is 16 positions. Scores are keys (16 by 16 dimensions) times the queries of 8 heads; values,
+ * transposed in registers, times probabilities. A lane's 8 dimensions of a block of 32 are neighbours, as in om_product.
+ * Queries and probabilities are split in two 16-bit numbers, so that neither is rounded to 16 bits. Softmax is online and
+ * in base 2; a piece's result is rounded to 16 bits.
  */
-#define OM_POS_WARP (32 / OM_LANES_POS) /* positions that a warp takes side by side */
-#define OM_STRIDE_POS (OM_WARPS * OM_POS_WARP)
-#define OM_AHEAD (OM_GROUP > OM_HEADS_AT ? 2 : 3) /* positions of a lane in flight */
+#define OM_DIM_BLOCKS ((OM_HEAD_DIM + 31) / 32)
+#define OM_Q_STRIDE (OM_DIM_BLOCKS * 64 + (OM_DIM_BLOCKS % 2 ? 0 : 64)) /* bytes of a query: rows do not share banks */
+#define OM_Q_ROWS ((OM_GROUP + 7) / 8 * 8)
 #define OM_ROWS_QKV (OM_GROUP + 2)
-#define OM_TURNS ((OM_HEAD_DIM / 2 + 31) / 32)
+#define OM_MERGED (OM_HEAD_DIM + 2) /* floats of a head of a warp: sums, largest score, mass */
 
-__device__ __forceinline__ int om_wide(int length) { /* positions of a piece: at most a quarter more than its share */
-  const int share = (length + OM_PIECES - 1) / OM_PIECES, step = max(8, 1 << (31 - __clz(max(share, 1))) >> 2);
-  return (share + step - 1) / step * step;
-}
-__device__ __forceinline__ bool om_moved(const om_launch *p, int step) { /* pieces are others than in the step before */
-  bool any = false;
-#pragma unroll
-  for (int b = 0; b < OM_BATCH; b++) {
-    const int length = p->position[b] + step;
-    any |= om_active(p, b, step) && om_wide(length) != om_wide(length + 1);
-  }
-  return any;
-}
 __device__ __forceinline__ uint4 om_ldg(const char *at) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
-__device__ __forceinline__ void om_eight(uint4 v, float (&x)[8]) {
-  const u32 u[4] = {v.x, v.y, v.z, v.w};
+__device__ __forceinline__ u32 om_turn(u32 x) { /* an 8 by 8 matrix of 16-bit numbers, transposed across the warp */
+  u32 r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
+}
+
+struct om_tile { /* of 16 positions: lane (row, quad) has positions `row` and `row` + 8 */
+  uint4 k[OM_DIM_BLOCKS][2], v[OM_DIM_BLOCKS][2];
+
+  __device__ __forceinline__ void load(const char *keys, const char *values, int first, int end, int row, int quad) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float2 t = om_unpack(u[i]);
-    x[2 * i] = t.x, x[2 * i + 1] = t.y;
+    for (int half = 0; half < 2; half++) {
+      const int at = first + row + 8 * half;
+#pragma unroll
+      for (int j = 0; j < OM_DIM_BLOCKS; j++) {
+        const int dim = 32 * j + 8 * quad;
+        const bool in = at < end && dim < OM_HEAD_DIM;
+        k[j][half] = in ? om_ldg(keys + ((size_t)at * OM_HEAD_DIM + dim) * 2) : make_uint4(0, 0, 0, 0);
+        v[j][half] = in ? om_ldg(values + ((size_t)at * OM_HEAD_DIM + dim) * 2) : make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+  /* The newest position, from shared memory. */
+  __device__ __forceinline__ void add(const char *fresh, int at, int row, int quad) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      if (at == row + 8 * half)
+#pragma unroll
+        for (int j = 0; j < OM_DIM_BLOCKS; j++) {
+          if (32 * j + 8 * quad >= OM_HEAD_DIM) continue;
+          k[j][half] = *(const uint4 *)(fresh + j * 64 + quad * 16);
+          v[j][half] = *(const uint4 *)(fresh + OM_DIM_BLOCKS * 64 + j * 64 + quad * 16);
+        }
+  }
+};
+
+struct om_softmax { /* of heads 2 * quad and 2 * quad + 1: `sum` as the products leave it */
+  float top[2], mass[2], sum[OM_DIM_BLOCKS][2][4];
+};
+
+/* One tile; positions from `end` on do not count. */
+__device__ __forceinline__ void om_fold(om_softmax &a, const om_tile &t, const char *queries, int first, int end, int row, int quad) {
+  float c[2][4] = {};
+#pragma unroll
+  for (int j = 0; j < OM_DIM_BLOCKS; j++) {
+    const uint4 hi = *(const uint4 *)(queries + row * OM_Q_STRIDE + j * 64 + quad * 16);
+    const uint4 lo = *(const uint4 *)(queries + (OM_Q_ROWS + row) * OM_Q_STRIDE + j * 64 + quad * 16);
+    const uint4 k0 = make_uint4(t.k[j][0].x, t.k[j][1].x, t.k[j][0].y, t.k[j][1].y);
+    const uint4 k1 = make_uint4(t.k[j][0].z, t.k[j][1].z, t.k[j][0].w, t.k[j][1].w);
+    om_mma(c[0], k0, hi.x, hi.y), om_mma(c[1], k0, lo.x, lo.y);
+    om_mma(c[0], k1, hi.z, hi.w), om_mma(c[1], k1, lo.z, lo.w);
+  }
+  float p[4], f[2];
+#pragma unroll
+  for (int i = 0; i < 4; i++) p[i] = first + row + i / 2 * 8 < end ? c[0][i] + c[1][i] : -OM_INFINITY;
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    float top = fmaxf(p[e], p[2 + e]);
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    top = fmaxf(top, a.top[e]); /* finite: every tile has a position that counts */
+    f[e] = om_exp2(a.top[e] - top);
+    a.top[e] = top;
+    p[e] = om_exp2(p[e] - top), p[2 + e] = om_exp2(p[2 + e] - top);
+    a.mass[e] = a.mass[e] * f[e] + p[e] + p[2 + e];
+  }
+  u32 hi[2], lo[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32 x = om_pack(p[2 * half], p[2 * half + 1]);
+    const float2 y = om_unpack(x);
+    hi[half] = om_turn(x), lo[half] = om_turn(om_pack(p[2 * half] - y.x, p[2 * half + 1] - y.y));
+  }
+#pragma unroll
+  for (int j = 0; j < OM_DIM_BLOCKS; j++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint4 v0 = t.v[j][0], v1 = t.v[j][1];
+      const uint4 v = i ? make_uint4(om_turn(v0.z), om_turn(v0.w), om_turn(v1.z), om_turn(v1.w))
+                        : make_uint4(om_turn(v0.x), om_turn(v0.y), om_turn(v1.x), om_turn(v1.y));
+      float(&sum)[4] = a.sum[j][i];
+      sum[0] *= f[0], sum[1] *= f[1], sum[2] *= f[0], sum[3] *= f[1];
+      om_mma(sum, v, hi[0], hi[1]), om_mma(sum, v, lo[0], lo[1]);
+    }
+}
+
+/* Row h of a group's new values (queries, then the key, then the value), by one warp: normed, rotated, and put where the
+ * products read it; keys and values also into the cache, rounded as later steps will read them. */
+__device__ __forceinline__ void om_new_row(const om_state &s, int h, const char *from, u32 mark, char *queries, char *fresh, char *cache,
+                                           int position, const float *gains, int lane) {
+  constexpr int HALF = OM_HEAD_DIM / 8; /* lanes of half a head */
+  const bool in = lane < 2 * HALF;
+  const size_t turn = (size_t)position * (OM_HEAD_DIM / 2) + 4 * lane % (OM_HEAD_DIM / 2);
+  const float4 none = make_float4(1, 1, 1, 1), cosine = in ? *(const float4 *)(s.p->cosines + turn) : none;
+  const float4 sine = in ? *(const float4 *)(s.p->sines + turn) : none;
+  const float4 gain = OM_QK_NORM && in && h <= OM_GROUP ? *(const float4 *)(gains + 4 * lane) : none;
+  const char *const at[1] = {in ? from + ((size_t)h * OM_HEAD_DIM + 4 * lane) * 4 : nullptr};
+  uint4 w[1];
+  om_read<1, true>(s, at, mark, OM_EDGE_QKV, w);
+  float x[4] = {__uint_as_float(w[0].x & ~7u), __uint_as_float(w[0].y & ~7u), __uint_as_float(w[0].z & ~7u), __uint_as_float(w[0].w & ~7u)};
+  if (h <= OM_GROUP) {
+    float root = 1.0f;
+    if (OM_QK_NORM) {
+      float squares = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3];
+#pragma unroll
+      for (int d = 16; d; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
+      root = 1.0f / sqrtf(squares / OM_HEAD_DIM + OM_EPS);
+    }
+    if (h < OM_GROUP) root *= OM_SCALE;
+    const float g[4] = {gain.x, gain.y, gain.z, gain.w}, c[4] = {cosine.x, cosine.y, cosine.z, cosine.w};
+    const float n[4] = {sine.x, sine.y, sine.z, sine.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float mine = x[i] * root * g[i], other = __shfl_sync(~0u, mine, lane < HALF ? lane + HALF : lane - HALF);
+      x[i] = mine * c[i] + (lane < HALF ? -other : other) * n[i];
+    }
+  }
+  const u32 a = om_pack(x[0], x[1]), b = om_pack(x[2], x[3]);
+  if (!in) return;
+  if (h < OM_GROUP) {
+    const float2 y = om_unpack(a), z = om_unpack(b);
+    *(uint2 *)(queries + h * OM_Q_STRIDE + lane * 8) = make_uint2(a, b);
+    *(uint2 *)(queries + (OM_Q_ROWS + h) * OM_Q_STRIDE + lane * 8) = make_uint2(om_pack(x[0] - y.x, x[1] - y.y), om_pack(x[2] - z.x, x[3] - z.y));
+  } else {
+    *(uint2 *)(fresh + (h - OM_GROUP) * (OM_DIM_BLOCKS * 64) + lane * 8) = make_uint2(a, b);
+    *(uint2 *)(cache + lane * 8) = make_uint2(a, b);
   }
 }
 
-struct om_softmax { /* of OM_HEADS_AT heads, this lane's 8 dimensions */
-  float top[OM_HEADS_AT], mass[OM_HEADS_AT], sum[OM_HEADS_AT][8];
-};
-
-/* N positions (those not `valid` count as minus infinity). */
-template <int N>
-__device__ __forceinline__ void om_fold(om_softmax &a, const float (&q)[OM_HEADS_AT][8], const uint4 (&k)[N], const uint4 (&v)[N],
-                                        const bool (&valid)[N]) {
-  float score[OM_HEADS_AT][N];
-#pragma unroll
-  for (int u = 0; u < N; u++) {
-    float x[8];
-    om_eight(k[u], x);
-#pragma unroll
-    for (int h = 0; h < OM_HEADS_AT; h++) {
-      float t = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 8; i++) t = fmaf(q[h][i], x[i], t);
-#pragma unroll
-      for (int d = OM_LANES_POS / 2; d; d /= 2) t += __shfl_xor_sync(~0u, t, d);
-      score[h][u] = valid[u] ? t : -OM_INFINITY;
-    }
-  }
-#pragma unroll
-  for (int h = 0; h < OM_HEADS_AT; h++) {
-    float top = a.top[h];
-#pragma unroll
-    for (int u = 0; u < N; u++) top = fmaxf(top, score[h][u]);
-    const float base = top == -OM_INFINITY ? 0.0f : top, shrink = om_exp2(a.top[h] - base);
-    a.top[h] = top, a.mass[h] *= shrink;
-#pragma unroll
-    for (int i = 0; i < 8; i++) a.sum[h][i] *= shrink;
-#pragma unroll
-    for (int u = 0; u < N; u++) {
-      score[h][u] = om_exp2(score[h][u] - base);
-      a.mass[h] += score[h][u];
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < N; u++) {
-    float x[8];
-    om_eight(v[u], x);
-#pragma unroll
-    for (int h = 0; h < OM_HEADS_AT; h++)
-#pragma unroll
-      for (int i = 0; i < 8; i++) a.sum[h][i] = fmaf(score[h][u], x[i], a.sum[h][i]);
-  }
+/* Where an item's first head has its place in rows of `row` pieces of `bytes`. */
+__device__ __forceinline__ char *om_piece(char *base, int item, int row, int bytes) {
+  const int head = item / (OM_KV_HEADS * OM_PIECES) * OM_HEADS + item / OM_PIECES % OM_KV_HEADS * OM_GROUP;
+  return base + ((size_t)head * row + item % OM_PIECES) * bytes;
 }
 
 __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char *qkv, char *pieces, char *masses, u32 mark, u32 use,
                                                const float *q_gain, const float *k_gain) {
   const om_launch *p = s.p;
   const int slot = item / (OM_KV_HEADS * OM_PIECES), head = item / OM_PIECES % OM_KV_HEADS, piece = item % OM_PIECES;
-  const int me = s.thread(), warp = me / 32, lane = me % 32;
+  const int me = s.thread(), warp = me / 32, lane = me % 32, row = lane / 4, quad = lane % 4;
   const int length = om_active(p, slot, s.step) ? p->position[slot] + s.step + 1 : 0;
   const int wide = om_wide(length);
   const int lo = piece * wide, hi = min(length, lo + wide);
-  const size_t first = (size_t)slot * OM_HEADS + head * OM_GROUP; /* of the group's query heads */
-  char *const out = pieces + (first * OM_PIECES + piece) * (OM_HEAD_DIM * 2);
-  char *const mass_out = masses + (first * OM_PIECES4 + piece) * 4;
   if (hi <= lo) {
+    char *const out = om_piece(pieces, item, OM_PIECES, OM_HEAD_DIM * 2), *const mass_out = om_piece(masses, item, OM_PIECES4, 4);
     for (int i = me; i < OM_GROUP * (OM_HEAD_DIM / 8); i += OM_THREADS)
       om_put_eight(out + i / (OM_HEAD_DIM / 8) * (OM_PIECES * OM_HEAD_DIM * 2) + i % (OM_HEAD_DIM / 8) * 16, 0, 0, 0, 0, use);
     for (int i = me; i < OM_GROUP; i += OM_THREADS) om_put_single(mass_out + i * (OM_PIECES4 * 4), -OM_INFINITY, mark);
@@ -106,174 +173,72 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
   }
   const bool fresh = hi == length;
   const int old = fresh ? hi - 1 : hi;
-  const size_t row = (((size_t)s.layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT;
-  char *const keys = p->keys + row * (OM_HEAD_DIM * 2), *const values = p->values + row * (OM_HEAD_DIM * 2);
-  const int sub = lane / OM_LANES_POS, dims = lane % OM_LANES_POS * 8;
-  const bool mine = dims < OM_HEAD_DIM;
-  float *const raw = (float *)om_memory; /* queries, then the new key, then the new value */
-  float *const merged = raw + OM_ROWS_QKV * OM_HEAD_DIM;
-
-  const int start = lo + warp * OM_POS_WARP + sub;
-  uint4 k[OM_AHEAD], v[OM_AHEAD];
-  bool valid[OM_AHEAD];
-#pragma unroll
-  for (int u = 0; u < OM_AHEAD; u++) {
-    const int at = start + u * OM_STRIDE_POS;
-    valid[u] = at < old;
-    k[u] = valid[u] && mine ? om_ldg(keys + ((size_t)at * OM_HEAD_DIM + dims) * 2) : make_uint4(0, 0, 0, 0);
-    v[u] = valid[u] && mine ? om_ldg(values + ((size_t)at * OM_HEAD_DIM + dims) * 2) : make_uint4(0, 0, 0, 0);
-  }
-  float cosine[OM_TURNS], sine[OM_TURNS], gain[2][2 * OM_TURNS];
-#pragma unroll
-  for (int j = 0; j < OM_TURNS; j++) {
-    const int at = lane + 32 * j;
-    const bool in = at < OM_HEAD_DIM / 2;
-    cosine[j] = in ? p->cosines[(size_t)(length - 1) * (OM_HEAD_DIM / 2) + at] : 0.0f;
-    sine[j] = in ? p->sines[(size_t)(length - 1) * (OM_HEAD_DIM / 2) + at] : 0.0f;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      gain[0][2 * j + half] = OM_QK_NORM && in ? q_gain[at + half * (OM_HEAD_DIM / 2)] : 1.0f;
-      gain[1][2 * j + half] = OM_QK_NORM && in ? k_gain[at + half * (OM_HEAD_DIM / 2)] : 1.0f;
-    }
-  }
+  const size_t cache = (((size_t)s.layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT;
+  char *const keys = p->keys + cache * (OM_HEAD_DIM * 2), *const values = p->values + cache * (OM_HEAD_DIM * 2);
+  char *const queries = om_memory, *const newest = queries + 2 * OM_Q_ROWS * OM_Q_STRIDE;
+  float *const merged = (float *)(newest + 2 * OM_DIM_BLOCKS * 64);
+  const int start = lo + 16 * warp;
+  om_tile t;
+  t.load(keys, values, start, old, row, quad);
   om_sync(); /* the memory of the inputs is free */
-  const int quads = (fresh ? OM_ROWS_QKV : OM_GROUP) * (OM_HEAD_DIM / 4);
-  const char *const from = qkv + ((size_t)slot * OM_QKV_ROWS + head * (OM_ROWS_QKV * OM_HEAD_DIM)) * 4;
   om_waiting(s, 1);
-  for (int base = me; base < quads; base += 2 * OM_THREADS) {
-    const char *const at[2] = {from + base * 16, base + OM_THREADS < quads ? from + (base + OM_THREADS) * 16 : nullptr};
-    uint4 w[2];
-    om_read<2, true>(s, at, mark, OM_EDGE_QKV, w);
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      if (at[i]) *(uint4 *)(raw + 4 * (base + i * OM_THREADS)) = make_uint4(w[i].x & ~7u, w[i].y & ~7u, w[i].z & ~7u, w[i].w & ~7u);
+  for (int i = me; i < 2 * OM_Q_ROWS * (OM_Q_STRIDE / 16); i += OM_THREADS) { /* what no head fills is zero */
+    const int h = i / (OM_Q_STRIDE / 16) % OM_Q_ROWS, dim = i % (OM_Q_STRIDE / 16) * 8;
+    if (h >= OM_GROUP || dim >= OM_HEAD_DIM) *(uint4 *)(queries + i * 16) = make_uint4(0, 0, 0, 0);
   }
+  const char *const from = qkv + ((size_t)slot * OM_QKV_ROWS + head * (OM_ROWS_QKV * OM_HEAD_DIM)) * 4;
+  for (int h = warp; h < (fresh ? OM_ROWS_QKV : OM_GROUP); h += OM_WARPS)
+    om_new_row(s, h, from, mark, queries, newest, (h == OM_GROUP ? keys : values) + (size_t)(length - 1) * (OM_HEAD_DIM * 2),
+               length - 1, h == OM_GROUP ? k_gain : q_gain, lane);
   om_sync();
   om_waiting(s, 0);
-  for (int h = warp; h < (fresh ? OM_ROWS_QKV : OM_GROUP); h += OM_WARPS) {
-    float *const x = raw + h * OM_HEAD_DIM;
-    char *const cache = (h == OM_GROUP ? keys : values) + (size_t)(length - 1) * OM_HEAD_DIM * 2;
-    float2 pair[OM_TURNS];
-    float squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < OM_TURNS; j++) {
-      const int at = lane + 32 * j;
-      pair[j] = at < OM_HEAD_DIM / 2 ? make_float2(x[at], x[at + OM_HEAD_DIM / 2]) : make_float2(0.0f, 0.0f);
-      squares += pair[j].x * pair[j].x + pair[j].y * pair[j].y;
-    }
-    float root = 1.0f;
-    if (OM_QK_NORM && h <= OM_GROUP) {
-#pragma unroll
-      for (int d = 16; d; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
-      root = 1.0f / sqrtf(squares / OM_HEAD_DIM + OM_EPS);
-    }
-    if (h < OM_GROUP) root *= OM_SCALE;
-#pragma unroll
-    for (int j = 0; j < OM_TURNS; j++) {
-      const int at = lane + 32 * j;
-      if (at >= OM_HEAD_DIM / 2) continue;
-      float a = pair[j].x, b = pair[j].y;
-      if (h <= OM_GROUP) {
-        const int which = h == OM_GROUP;
-        a *= root * (which ? gain[1][2 * j] : gain[0][2 * j]), b *= root * (which ? gain[1][2 * j + 1] : gain[0][2 * j + 1]);
-        const float t = a * cosine[j] - b * sine[j];
-        b = b * cosine[j] + a * sine[j], a = t;
-      }
-      if (h >= OM_GROUP) { /* what later steps will read is what this one takes */
-        const u32 both = om_pack(a, b);
-        ((unsigned short *)cache)[at] = (unsigned short)both;
-        ((unsigned short *)cache)[at + OM_HEAD_DIM / 2] = (unsigned short)(both >> 16);
-        const float2 t = om_unpack(both);
-        a = t.x, b = t.y;
-      }
-      x[at] = a, x[at + OM_HEAD_DIM / 2] = b;
-    }
-  }
-  om_sync();
-
 #pragma unroll 1
   for (int chunk = 0; chunk < OM_GROUP; chunk += OM_HEADS_AT) {
-    float q[OM_HEADS_AT][8];
-    om_softmax a;
-#pragma unroll
-    for (int h = 0; h < OM_HEADS_AT; h++) {
-      a.top[h] = -OM_INFINITY, a.mass[h] = 0.0f;
-      const bool in = mine && chunk + h < OM_GROUP;
-      const float4 *const from = (const float4 *)(raw + (chunk + h) * OM_HEAD_DIM + dims);
-      const float4 lo = in ? from[0] : make_float4(0, 0, 0, 0), hi = in ? from[1] : make_float4(0, 0, 0, 0);
-      q[h][0] = lo.x, q[h][1] = lo.y, q[h][2] = lo.z, q[h][3] = lo.w;
-      q[h][4] = hi.x, q[h][5] = hi.y, q[h][6] = hi.z, q[h][7] = hi.w;
-#pragma unroll
-      for (int i = 0; i < 8; i++) a.sum[h][i] = 0.0f;
-    }
-    if (chunk > 0) {
-#pragma unroll
-      for (int u = 0; u < OM_AHEAD; u++) {
-        const int at = start + u * OM_STRIDE_POS;
-        valid[u] = at < old;
-        k[u] = valid[u] && mine ? om_ldg(keys + ((size_t)at * OM_HEAD_DIM + dims) * 2) : make_uint4(0, 0, 0, 0);
-        v[u] = valid[u] && mine ? om_ldg(values + ((size_t)at * OM_HEAD_DIM + dims) * 2) : make_uint4(0, 0, 0, 0);
-      }
-    }
-    om_fold<OM_AHEAD>(a, q, k, v, valid);
+    om_softmax a = {};
+    a.top[0] = a.top[1] = -OM_INFINITY;
 #pragma unroll 1
-    for (int base = start + OM_AHEAD * OM_STRIDE_POS; base - sub < old; base += OM_AHEAD * OM_STRIDE_POS) {
-      uint4 kk[OM_AHEAD], vv[OM_AHEAD];
-      bool ok[OM_AHEAD];
-#pragma unroll
-      for (int u = 0; u < OM_AHEAD; u++) {
-        const int at = base + u * OM_STRIDE_POS;
-        ok[u] = at < old;
-        kk[u] = ok[u] && mine ? om_ldg(keys + ((size_t)at * OM_HEAD_DIM + dims) * 2) : make_uint4(0, 0, 0, 0);
-        vv[u] = ok[u] && mine ? om_ldg(values + ((size_t)at * OM_HEAD_DIM + dims) * 2) : make_uint4(0, 0, 0, 0);
-      }
-      om_fold<OM_AHEAD>(a, q, kk, vv, ok);
+    for (int at = start; at < hi; at += 16 * OM_WARPS) {
+      if (at > start || chunk > 0) t.load(keys, values, at, old, row, quad);
+      if (fresh && at <= old && old < at + 16) t.add(newest, old - at, row, quad);
+      om_fold(a, t, queries + chunk * OM_Q_STRIDE, at, hi, row, quad);
     }
-    if (fresh && warp == OM_WARPS - 1) { /* the newest position, from shared memory */
-      uint4 kk[1], vv[1];
-      const bool ok[1] = {sub == 0};
-      const float *const key = raw + OM_GROUP * OM_HEAD_DIM + dims, *const value = key + OM_HEAD_DIM;
-      u32 t[8];
+    float *const mine = merged + warp * (OM_HEADS_AT * OM_MERGED);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        t[i] = mine ? om_pack(key[2 * i], key[2 * i + 1]) : 0;
-        t[4 + i] = mine ? om_pack(value[2 * i], value[2 * i + 1]) : 0;
-      }
-      kk[0] = make_uint4(t[0], t[1], t[2], t[3]), vv[0] = make_uint4(t[4], t[5], t[6], t[7]);
-      om_fold<1>(a, q, kk, vv, ok);
-    }
+    for (int e = 0; e < 2; e++) {
 #pragma unroll
-    for (int h = 0; h < OM_HEADS_AT; h++) {
+      for (int d = 4; d < 32; d *= 2) a.mass[e] += __shfl_xor_sync(~0u, a.mass[e], d);
+      const int h = 2 * quad + e;
+      if (h >= OM_HEADS_AT) continue;
+      float *const to = mine + h * OM_MERGED;
+      if (row == 0) to[OM_HEAD_DIM] = a.top[e], to[OM_HEAD_DIM + 1] = a.mass[e];
+      if (start < hi)
 #pragma unroll
-      for (int d = OM_LANES_POS; d < 32; d *= 2) {
-        const float top = __shfl_xor_sync(~0u, a.top[h], d), mass = __shfl_xor_sync(~0u, a.mass[h], d);
-        const float both = fmaxf(a.top[h], top), base = both == -OM_INFINITY ? 0.0f : both;
-        const float f = om_exp2(a.top[h] - base), g = om_exp2(top - base);
-        a.top[h] = both, a.mass[h] = a.mass[h] * f + mass * g;
+        for (int j = 0; j < OM_DIM_BLOCKS; j++)
 #pragma unroll
-        for (int i = 0; i < 8; i++) a.sum[h][i] = a.sum[h][i] * f + __shfl_xor_sync(~0u, a.sum[h][i], d) * g;
-      }
-      float *const to = merged + (warp * OM_HEADS_AT + h) * (OM_HEAD_DIM + 2);
-      if (sub == 0 && mine)
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) *(float2 *)(to + dims + i) = make_float2(a.sum[h][i], a.sum[h][i + 1]);
-      if (lane == 0) to[OM_HEAD_DIM] = a.top[h], to[OM_HEAD_DIM + 1] = a.mass[h];
+          for (int i = 0; i < 4; i++) { /* the row of a product that register i of a lane's 8 dimensions became */
+            const int dim = 32 * j + row / 2 * 8 + 2 * i + row % 2;
+            if (dim < OM_HEAD_DIM) to[dim] = a.sum[j][i / 2][i % 2 * 2 + e];
+          }
     }
     om_sync();
-    constexpr int EIGHTS = OM_HEAD_DIM / 8, NEXT = OM_HEADS_AT * (OM_HEAD_DIM + 2);
-    for (int i = me / OM_WARPS; i < (OM_HEADS_AT * EIGHTS + 32 / OM_WARPS - 1) / (32 / OM_WARPS) * (32 / OM_WARPS); i += 32) { /* a lane for each warp's sums */
+    int again = item; /* where results go is worked out anew: kept, it would cost registers in the products */
+    asm volatile("" : "+r"(again));
+    char *const out = om_piece(pieces, again, OM_PIECES, OM_HEAD_DIM * 2), *const mass_out = om_piece(masses, again, OM_PIECES4, 4);
+    constexpr int EIGHTS = OM_HEAD_DIM / 8, NEXT = OM_HEADS_AT * OM_MERGED, AT_A_TIME = 32 / OM_WARPS;
+    for (int i = me / OM_WARPS; i < (OM_HEADS_AT * EIGHTS + AT_A_TIME - 1) / AT_A_TIME * AT_A_TIME; i += 32) { /* a lane for each warp's sums */
       const int h = min(i / EIGHTS, OM_HEADS_AT - 1), at = i % EIGHTS * 8;
-      const float *const x = merged + me % OM_WARPS * NEXT + h * (OM_HEAD_DIM + 2);
+      const float *const x = merged + me % OM_WARPS * NEXT + h * OM_MERGED;
       const float2 m = *(const float2 *)(x + OM_HEAD_DIM);
       float top = m.x;
 #pragma unroll
       for (int d = 1; d < OM_WARPS; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-      const float f = om_exp2(m.x - top);
+      const bool any = m.x != -OM_INFINITY;
+      const float f = any ? om_exp2(m.x - top) : 0.0f;
       float mass = f * m.y, sum[8];
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
-        const float2 t = *(const float2 *)(x + at + j);
-        sum[j] = f * t.x, sum[j + 1] = f * t.y;
+        const float2 y = any ? *(const float2 *)(x + at + j) : make_float2(0.0f, 0.0f);
+        sum[j] = f * y.x, sum[j + 1] = f * y.y;
       }
 #pragma unroll
       for (int d = 1; d < OM_WARPS; d *= 2) {
@@ -287,6 +252,6 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
                    om_pack(sum[2] * r, sum[3] * r), om_pack(sum[4] * r, sum[5] * r), om_pack(sum[6] * r, sum[7] * r), use);
       if (at == 0) om_put_single(mass_out + (chunk + h) * (OM_PIECES4 * 4), top + log2f(mass), mark);
     }
-    om_sync();
+    if (OM_GROUP > OM_HEADS_AT) om_sync();
   }
 }

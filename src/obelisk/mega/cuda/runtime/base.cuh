@@ -41,8 +41,6 @@ struct om_launch {
 #define OM_THREADS (32 * OM_WARPS) /* consumers */
 #define OM_PIECES4 ((OM_PIECES + 3) / 4 * 4)
 #define OM_ITEMS (OM_BATCH * OM_KV_HEADS * OM_PIECES)
-#define OM_LANES_POS (OM_HEAD_DIM > 128 ? 32 : OM_HEAD_DIM > 64 ? 16 : OM_HEAD_DIM > 32 ? 8 : OM_HEAD_DIM > 16 ? 4 : \
-                      OM_HEAD_DIM > 8 ? 2 : 1) /* lanes of one position */
 #define OM_INFINITY __int_as_float(0x7f800000)
 
 struct om_state { /* one consumer thread's view */

@@ -29,6 +29,19 @@ __device__ __forceinline__ void om_arrive(u32 bar) {
 
 __device__ __forceinline__ int om_share(int kind, int turn) { return OM_CUT[kind][turn]; }
 __device__ __forceinline__ bool om_active(const om_launch *p, int slot, int step) { return step < p->planned[slot]; }
+__device__ __forceinline__ int om_wide(int length) { /* positions of a piece: at most a quarter more than its share */
+  const int share = (length + OM_PIECES - 1) / OM_PIECES, step = max(8, 1 << (31 - __clz(max(share, 1))) >> 2);
+  return (share + step - 1) / step * step;
+}
+__device__ __forceinline__ bool om_moved(const om_launch *p, int step) { /* pieces are others than in the step before */
+  bool any = false;
+#pragma unroll
+  for (int b = 0; b < OM_BATCH; b++) {
+    const int length = p->position[b] + step;
+    any |= om_active(p, b, step) && om_wide(length) != om_wide(length + 1);
+  }
+  return any;
+}
 __device__ __forceinline__ bool om_chooses(const om_launch *p, int slot, int step) {
   return om_active(p, slot, step) && step + 1 >= p->feed_length[slot];
 }
@@ -87,6 +100,28 @@ __device__ __forceinline__ void om_prefetch(const char *at, int bytes, int block
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at + i));
 }
 
+/* This block's pieces of the cache of a layer: asked for into L2 long before attention wants them, since what comes from
+ * memory queues behind the weights that are on their way. */
+__device__ __forceinline__ void om_prefetch_cache(const om_launch *p, int step, int layer, int turn, int lane) {
+  for (int item = turn; item < OM_ITEMS; item += OM_BLOCKS) {
+    const int slot = item / (OM_KV_HEADS * OM_PIECES), head = item / OM_PIECES % OM_KV_HEADS, piece = item % OM_PIECES;
+    const int length = om_active(p, slot, step) ? p->position[slot] + step + 1 : 0, wide = om_wide(length);
+    const int lo = piece * wide, hi = min(length - 1, lo + wide);
+    if (hi <= lo) continue;
+    const size_t at = ((((size_t)layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT + lo) * (OM_HEAD_DIM * 2);
+    const u32 bytes = (hi - lo) * (OM_HEAD_DIM * 2);
+#if OM_BULK
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p->keys + at), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p->values + at), "r"(bytes) : "memory");
+#else
+    for (u32 i = lane * 128; i < bytes; i += OM_LOADERS * 4096) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(p->keys + at + i));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(p->values + at + i));
+    }
+#endif
+  }
+}
+
 __device__ __forceinline__ void om_load(const om_launch *p, int block, int lane) {
   om_loader r;
   r.ring = om_address(om_memory) + OM_AT_RING, r.full = om_address(om.full), r.empty = om_address(om.empty);
@@ -100,6 +135,7 @@ __device__ __forceinline__ void om_load(const om_launch *p, int block, int lane)
       const char *w = p->weights + OM_LAYER_OFFSET + (size_t)layer * OM_LAYER_BYTES;
       const char *next = layer + 1 < OM_LAYERS ? w + OM_LAYER_BYTES : p->weights + OM_LAYER_OFFSET;
       if (lane == 0) om_prefetch(next + OM_AT_VECTORS, OM_VECTOR_BYTES, block);
+      om_prefetch_cache(p, step, layer, turn, lane);
       r.stream<OM_QKV, OM_QKV_TILES, 1, OM_HIDDEN_K>(w + OM_AT_QKV, turn);
       r.stream<OM_O, OM_HIDDEN_TILES, OM_O_SPLIT, OM_Q_K>(w + OM_AT_O, turn);
       r.stream<OM_UP, OM_UP_TILES, 1, OM_HIDDEN_K>(w + OM_AT_UP, turn);
