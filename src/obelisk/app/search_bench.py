@@ -292,7 +292,7 @@ def bars(rows: Iterable[Row]) -> list[dict[str, Any]]:
         out.append({"program": program, "bar": what, "value": value, "limit": limit, "passed": met})
 
     for row in rows:
-        name, seconds, found = row["program"], row["seconds"], row["structures"]
+        name, seconds, found = _label(row), row["seconds"], row["structures"]
         whole = row["stopped"] == "exhausted"
         if row["block_ops"] == SMALL_OPS:
             first = row["found_seconds"]
@@ -312,6 +312,11 @@ def bars(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return out
 
 
+def _label(row: Row) -> str:
+    """The program, and the smaller space where it was searched in that."""
+    return str(row["program"]) + (f"/{SMALL_OPS}" if row["block_ops"] == SMALL_OPS else "")
+
+
 def bar_lines(found: Iterable[Mapping[str, Any]]) -> list[str]:
     """The bars in words, the missed ones first."""
     lines = [
@@ -327,9 +332,8 @@ def line_of(row: Row) -> str:
     found = row["structures"]
     missing = [title for title, where in found.items() if where is None]
     ratio = f"  x{row['scaling']['ratio']:.2f}" if "scaling" in row else ""
-    name = row["program"] + (f"/{SMALL_OPS}" if row["block_ops"] == SMALL_OPS else "")
     return (
-        f"{name:10s} {row['states']:8,d} states  {row['seconds']:6.1f} s{ratio}  "
+        f"{_label(row):10s} {row['states']:8,d} states  {row['seconds']:6.1f} s{ratio}  "
         f"{row['peak_memory'] >> 20:5d} MiB  {row['stopped']:10s} "
         f"{len(found) - len(missing)} of {len(found)} structures"
         + (f"; missing: {', '.join(missing)}" if missing else "")
