@@ -75,8 +75,8 @@ def keys(compiler: str) -> CompiledFamily:
 def test_every_size_of_a_batch_is_right_after_one_search_and_one_verdict(
     rows: CompiledFamily,
 ) -> None:
-    """Sizes 1 to 17, eight of them compiled; nothing is searched or judged again, and no size needed
-    a judge of its own.
+    """Sizes 1 to 17, eight of them compiled; nothing is searched or judged again, and no size
+    needed a judge of its own.
     """
     before = rows.counts.searches, rows.counts.verifications
     for size in range(1, 18):
