@@ -86,8 +86,15 @@ def test_fused_graphs_with_every_variant(name: str) -> None:
 
 @pytest.mark.parametrize("peak", [5.0, 11.0, 12.0, 50.0, 88.0, 100.0, 1000.0])
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16], ids=str)
-def test_attention_is_finite_and_right_for_large_scores(peak: float, dtype: DType) -> None:
-    graph = attention(1, 32, 1024, 64, row_tile=32, split=4, key_tile=64, dtype=dtype)
+@pytest.mark.parametrize(
+    "options",
+    [CudaOptions(), CudaOptions(clusters=False), CudaOptions(row_tile=64, bulk=True)],
+    ids=["default", "counter", "tall"],
+)
+def test_attention_is_finite_and_right_for_large_scores(
+    peak: float, dtype: DType, options: CudaOptions
+) -> None:
+    graph = attention(1, 64, 1024, 64, row_tile=32, split=4, key_tile=64, dtype=dtype)
     q, k, v = random_inputs(graph, 2)
     kind = dtype.numpy
     scores = q.astype(np.float64) @ k.astype(np.float64)
@@ -99,7 +106,7 @@ def test_attention_is_finite_and_right_for_large_scores(peak: float, dtype: DTyp
     s = q.astype(np.float64) @ k.astype(np.float64)
     p = np.exp(s - s.max(-1, keepdims=True))
     want = (p / p.sum(-1, keepdims=True)) @ v.astype(np.float64)
-    got = run_module(lower_cuda(graph, MACHINE), graph, [q, k, v])[0].astype(np.float64)
+    got = run_module(lower_cuda(graph, MACHINE, options), graph, [q, k, v])[0].astype(np.float64)
     assert np.isfinite(got).all()
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert error < (2e-3 if dtype is DType.F16 else 1.2e-2)
@@ -112,6 +119,28 @@ def test_attention_of_any_length(keys: int) -> None:
     arrays = random_inputs(graph, keys, 0.5)
     want = run(graph, arrays)[0]
     got = run_module(lower_cuda(graph, MACHINE), graph, arrays)[0].astype(np.float64)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "keys", "groups", "tile"), [(64, 512, 1, 64), (128, 1024, 2, 128), (256, 512, 1, 64)]
+)
+def test_products_of_four_warps(
+    rows: int, keys: int, groups: int, tile: int, transposed: bool, norm: bool
+) -> None:
+    """Tall row tiles, keys first and last, bulk copies and clusters, on inputs of their own."""
+    graph = attention(
+        2, rows, keys, 64, row_tile=rows, split=2, key_tile=64, norm=norm, transposed=transposed
+    )
+    options = CudaOptions(bulk=True, groups=groups, loop_tile=tile)
+    module = lower_cuda(graph, MACHINE, options)
+    assert "ob_wgmma<" in module.kernels[0].source
+    assert module.kernels[0].cluster == 2
+    arrays = random_inputs(graph, rows, 0.5)
+    want = run(graph, arrays)[0]
+    got = run_module(module, graph, arrays)[0].astype(np.float64)
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
 
 

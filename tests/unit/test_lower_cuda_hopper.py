@@ -4,11 +4,13 @@ warp of their own. Each is a choice, and other architectures keep what they have
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 from tests.cuda_graphs import attention, experts, gated, norm_matmul
 
+from obelisk.build.device import module_from_json, module_json
 from obelisk.lower.cuda import CudaOptions, Place, TensorMap, describe, lower_cuda
 from obelisk.lower.cuda.fragment import Fragments
 from obelisk.lower.cuda.kernel import cluster_waves, planned
@@ -210,3 +212,19 @@ def test_the_plan_names_layouts_order_pipeline_and_memory() -> None:
     generic = describe(lower_cuda(TALL, H200, CudaOptions(fragments=False)))
     assert "product in f32" in generic
     assert "tile of" in generic
+
+
+def test_tensor_maps_survive_a_bundle() -> None:
+    module = lower_cuda(TALL, H200, CudaOptions(bulk=True))
+    assert module.kernels[0].maps
+    data = json.loads(json.dumps(module_json(module)))
+    again = module_from_json(data)
+    assert [k.maps for k in again.kernels] == [k.maps for k in module.kernels]
+    assert again.launches == module.launches
+
+
+def test_a_copying_warp_leaves_registers_for_the_others() -> None:
+    """13 warps at most: 128 registers each."""
+    for groups in (1, 2, 3, 4):
+        (kernel,) = lower_cuda(TALL, H200, CudaOptions(bulk=True, groups=groups)).kernels
+        assert kernel.threads <= 13 * 32

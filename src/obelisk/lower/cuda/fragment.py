@@ -162,6 +162,8 @@ class Fragments(Clustered):
         self._columns()
         self.group_threads = 32 * self.row_warps * self.column_warps
         most = MOST_WIDE_THREADS if self.wide else MOST_THREADS
+        if self.wide and self.options.bulk:
+            most -= 128  # with a copying warp besides, 512 threads would have 96 registers each
         most = max(1, min(loop, most // self.group_threads))
         target = WIDE_THREADS if self.wide else THREADS
         wanted = self.options.groups or max(1, target // self.group_threads)
