@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> None:
         guilty = [r["begin"] for r in got if "begin" in r and r["begin"] not in ended]
         print(f"the child ended with {code} at {guilty}", flush=True)
         if not guilty:
-            break
+            raise SystemExit("the child ended before any module began")
         skip += guilty
     args.out.write_text(json.dumps({"rows": rows, "faults": skip}, indent=1), encoding="utf-8")
     for name in dict.fromkeys(r["program"] for r in rows):
