@@ -42,6 +42,11 @@ def right(x: int, y: int, scratch: int, counter: int) -> None:
     floats(y)[:] = 2 * floats(x) + 1
 
 
+def squares(x: int, y: int, scratch: int, counter: int) -> None:
+    """y = x^2."""
+    floats(y)[:] = floats(x) ** 2
+
+
 def slow(x: int, y: int, scratch: int, counter: int) -> None:
     """The same, a hundred times."""
     for _ in range(100):
@@ -89,7 +94,7 @@ def hang(x: int, y: int, scratch: int, counter: int) -> None:
 
 ACTS: dict[str, Callable[[int, int, int, int], None]] = {
     f.__name__: f
-    for f in (right, slow, half, off, beyond, spoils, trusting, counting, behind, hang)
+    for f in (right, squares, slow, half, off, beyond, spoils, trusting, counting, behind, hang)
 }
 
 
@@ -197,7 +202,8 @@ class Driver(types.ModuleType):
 
     def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:
         try:
-            return self._answer(self._new(json.loads(image)["act"]))
+            told = json.loads(image)
+            return self._answer(self._new((told["act"], told.get("arguments", 4))))
         except ValueError:
             return Code(200), 0
 
@@ -210,12 +216,14 @@ class Driver(types.ModuleType):
     def cuLaunchKernelEx(
         self, config: Any, function: int, arguments: int, extra: int
     ) -> tuple[Any, ...]:
-        places = (ctypes.c_void_p * 4).from_address(arguments)
+        act, count = self.held[function]
+        places = (ctypes.c_void_p * count).from_address(arguments)
         values = [ctypes.c_void_p.from_address(p or 0).value or 0 for p in places]
+        values += [0] * (4 - count)
         if self.recording is not None:
-            self.recording.append((self.held[function], values))
+            self.recording.append((act, values))
         else:
-            self._run(self.held[function], values)
+            self._run(act, values)
         return self._answer()
 
     def _run(self, act: str, values: Sequence[int]) -> None:
