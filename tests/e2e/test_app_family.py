@@ -172,6 +172,28 @@ def test_a_size_that_the_verdict_does_not_reach_is_judged_before_it_runs(
     right(wary, 9)
 
 
+def test_a_kernel_that_is_not_what_was_judged_never_answers(
+    rows: CompiledFamily, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fault of code generation at one size: found before the first call, which the program's own
+    operators answer.
+    """
+    rows.forget()
+    structure = next(n for n in (6, 7, 10, 14) if rows.at(n).structure is not None)
+    lowered = sized.lower_cpu
+    wrong = ob.family(lambda g, n: g.exp(normed(g, n)), batch=(1, 17)).at(structure)
+    fused = rows.at(structure).graph
+
+    def faulty(graph: Any, *rest: Any) -> Any:
+        return lowered(wrong if graph is fused else graph, *rest)
+
+    monkeypatch.setattr(sized, "lower_cpu", faulty)
+    right(rows, structure)
+    assert "not what was judged" in caplog.text
+    assert rows.at(structure).structure is None
+    rows.forget()
+
+
 def test_a_wrong_structure_is_left_out_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no structure is accepted the program's own operators run, at every size."""
     family = ob.family(lambda g, n: g.softmax(g.input((n, 24))), rows=(1, 9))

@@ -4,7 +4,8 @@ Takes a family graph (`ir.family`); gives a `CompiledFamily`, a callable of tens
 is searched once, at one size, and judged once, for all (`verify.family`). A new size then only
 chooses sizes of tiles again (`search.replan`), which takes milliseconds, and is compiled on first
 use. It promises that nothing runs at a size that the verdict does not reach: there the pair is
-judged first, and where that fails the program's own operators run.
+judged first, and where that fails the program's own operators run; and that a kernel's first
+results are compared with float64 (but for very large programs) before anybody sees any.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from obelisk.base.log import logger
 from obelisk.base.progress import Progress, Silent
 from obelisk.base.settings import settings
 from obelisk.build import Library, compile_c, compiler_identity
+from obelisk.build.library import aligned_bytes
 from obelisk.cache import CacheKey, Store, cache_key
 from obelisk.ir import Graph
 from obelisk.ir.family import FamilyGraph, family_text, parse_family, probes
@@ -39,12 +41,16 @@ from obelisk.search import (
     search,
 )
 from obelisk.search.units import VERSION
+from obelisk.tune import Status
+from obelisk.tune.inputs import Inputs, input_specs, output_specs
+from obelisk.tune.judge import fill, judge, reference
 from obelisk.verify import Case, FamilyVerdict, Verdict, VerdictKind, Verifier, verify_family
 
 SCHEMA = 1
 EVERY_SIZE = 512  # ranges up to this are looked at size by size
 PLANS = 3  # structures kept: which is best may change along the range
 JUDGED = 6  # structures that are judged in full
+CHECKED_FLOPS = 4e9  # programs up to this are run once and compared before their first call
 SEARCH_SHARE = 0.5  # of the time limit
 ITSELF = Verdict(VerdictKind.PROVED, "it is the program itself", 0.0, None)
 
@@ -113,7 +119,7 @@ class CompiledFamily:
         self.account, self.cached = account, cached
         self.counts = Counts()
         self._sized: dict[int, Sized] = {}
-        self._kernels: dict[int, _Kernel] = {}
+        self._kernels: dict[int, Kernel] = {}
         self._alone: dict[tuple[int, int], bool] = {}  # (structure, size): accepted by itself
 
     def __repr__(self) -> str:
@@ -135,7 +141,7 @@ class CompiledFamily:
         size = self.family.size_of(shapes, self.family.name)
         return self.kernel(size)(*tensors, out=out)
 
-    def kernel(self, size: int) -> _Kernel:
+    def kernel(self, size: int) -> Kernel:
         """The compiled program of one size; built on first use."""
         if size not in self._kernels:
             self._kernels[size] = self._build(self.at(size))
@@ -197,10 +203,12 @@ class CompiledFamily:
         module = lower_cpu(sized.graph, self.machine, variants(sized.graph, self.machine)[0])
         return module.source, module.scratch_bytes
 
-    def _build(self, sized: Sized) -> _Kernel:
+    def _build(self, sized: Sized) -> Kernel:
         try:
             source, scratch = self._lowered(sized)
-            built = compile_c(source)
+            kernel = Kernel(sized, compile_c(source).path, scratch, self.threads)
+            if estimate(sized.program, self.machine).flops <= CHECKED_FLOPS:
+                kernel.check()
         except (Infeasible, BuildFailed) as error:
             if sized.structure is None:
                 raise
@@ -213,7 +221,7 @@ class CompiledFamily:
             self._sized[sized.size] = plain
             return self._build(plain)
         self.counts.built += 1
-        return _Kernel(sized, built.path, scratch, self.threads)
+        return kernel
 
     # -- forms -----------------------------------------------------------------------------------
     def report(self, sizes: Iterable[int] = ()) -> dict[str, Any]:
@@ -254,7 +262,7 @@ class CompiledFamily:
         }
 
 
-class _Kernel:
+class Kernel:
     """A built size: checks tensors and calls. Calls from several threads share no scratch memory:
     each takes a library of its own.
     """
@@ -266,18 +274,40 @@ class _Kernel:
         self._idle = [Library(path, scratch)]
 
     def __call__(self, *tensors: Tensor, out: Tensor | None = None) -> Any:
+        """Run on one tensor per input; raises `CallError` for what does not match."""
         bound = self._signature.bind(tensors, out)
+        code = self._call(bound.inputs, bound.outputs)
+        if code:
+            raise InternalError(f"{self._signature}: the kernel returned {code}")
+        return bound.results[0] if len(bound.results) == 1 else bound.results
+
+    def _call(self, inputs: list[int], outputs: list[int]) -> int:
         try:
             library = self._idle.pop()  # atomic
         except IndexError:
             library = Library(self._path, self._scratch)
         try:
-            code = library.call(bound.inputs, bound.outputs, self.threads)
+            return library.call(inputs, outputs, self.threads)
         finally:
             self._idle.append(library)
-        if code:
-            raise InternalError(f"{self._signature}: the kernel returned {code}")
-        return bound.results[0] if len(bound.results) == 1 else bound.results
+
+    def check(self) -> None:
+        """Run once on random inputs, into outputs filled with NaN, and compare with float64 by the
+        rules of `tune`; raises `BuildFailed` naming the element where they differ.
+        """
+        program = self.sized.program
+        inputs = Inputs(program, 0, [aligned_bytes(s.nbytes) for s in input_specs(program)])
+        inputs.sets = 1
+        right = reference(program, inputs)
+        raw = []
+        for spec in output_specs(program):
+            raw.append(aligned_bytes(spec.nbytes))
+            raw[-1].reshape(-1, spec.dtype.numpy.itemsize)[:] = fill(spec.dtype, 0)
+        code = self._call([a.ctypes.data for a in inputs.arrays], [r.ctypes.data for r in raw])
+        found = judge(raw, program, right, 0, 0)
+        if code or found.status is not Status.OK:
+            why = f"it returned {code}" if code else f"{found.status.value}: {found.detail}"
+            raise BuildFailed(f"the kernel is not what was judged: {why}")
 
 
 def instantiate(plan: Plan, family: FamilyGraph, size: int, machine: Machine) -> Graph:
