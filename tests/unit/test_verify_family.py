@@ -63,7 +63,7 @@ def test_every_size_of_a_range_is_proved_once() -> None:
     assert {1, 17} <= set(found.tested)
     varying = ROWS.extents
     for n in range(1, 18):
-        assert found.covers(program(n), blocks_of_four(n), n, varying)
+        assert found.covers(program(n), blocks_of_four(n), varying)
 
 
 def test_a_size_that_nobody_looked_at_is_covered_by_its_form_alone() -> None:
@@ -75,9 +75,9 @@ def test_a_size_that_nobody_looked_at_is_covered_by_its_form_alone() -> None:
     assert found.verdict.kind is VerdictKind.PROVED
     assert "as all 3 sizes that were looked at are" in found.verdict.bound
     for n in (12, 15, 1000, 4095, 4096):
-        assert found.covers(program(n), fused(n, 4), n, varying)
-        assert not found.covers(program(n), fused(n, 4, float(WIDTH + 1)), n, varying)
-    assert not found.covers(program(64), fused(64, 1), 1000, varying)
+        assert found.covers(program(n), fused(n, 4), varying)
+        assert not found.covers(program(n), fused(n, 4, float(WIDTH + 1)), varying)
+    assert not found.covers(program(64), fused(64, 1), varying)
 
 
 def test_what_is_wrong_at_one_size_is_refuted_and_named() -> None:
@@ -87,7 +87,7 @@ def test_what_is_wrong_at_one_size_is_refuted_and_named() -> None:
     assert found.verdict.kind is VerdictKind.REFUTED
     assert found.verdict.bound.startswith("at rows 12")
     assert found.forms == frozenset()
-    assert not found.covers(program(3), fused(3, 1), 3, ROWS.extents)
+    assert not found.covers(program(3), fused(3, 1), ROWS.extents)
 
 
 def test_a_number_that_fits_one_size_does_not_serve_another() -> None:
@@ -110,7 +110,7 @@ def test_a_number_that_fits_one_size_does_not_serve_another() -> None:
     varying = trace(mean, dim).extents
     right = verify_family(dim, varying, [Case(8, mean(8), candidate(8, 8.0))])
     assert right.verdict.accepted
-    assert not right.covers(mean(10), candidate(10, 8.0), 10, varying)
+    assert not right.covers(mean(10), candidate(10, 8.0), varying)
     both = [Case(n, mean(n), candidate(n, 8.0)) for n in (8, 10)]
     assert verify_family(dim, varying, both).verdict.kind is VerdictKind.REFUTED
 
@@ -175,7 +175,7 @@ def test_sizes_of_the_symbolic_dim_stay_symbols(through: int) -> None:
     found = verify_family(dim, family.extents, own)
     assert found.verdict.kind is VerdictKind.PROVED
     assert len(found.forms) == 1
-    assert found.covers(mean(1000), mean_in_loop(1000, through), 1000, family.extents)
+    assert found.covers(mean(1000), mean_in_loop(1000, through), family.extents)
     x, w = mean(8).inputs
     columns = b.matmul(w, b.div(x, b.sqrt(b.div(b.sum(b.square(x), 0), b.size(x, 1)))))
     wrong = make_graph([x, w], [columns])
@@ -234,5 +234,5 @@ def test_what_the_prover_cannot_join_is_tested_at_named_sizes(
     assert found.tested == sizes
     assert found.verdict.bound == f"fields and floats at rows {', '.join(map(str, sizes))}"
     varying = ROWS.extents
-    assert found.covers(program(5), fused(5, 1), 5, varying)
-    assert not found.covers(program(9), fused(9, 1), 9, varying)
+    assert found.covers(program(5), fused(5, 1), varying)
+    assert not found.covers(program(9), fused(9, 1), varying)

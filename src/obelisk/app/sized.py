@@ -190,7 +190,7 @@ class CompiledFamily:
     def _reached(self, k: int, program: Graph, graph: Graph, size: int) -> bool:
         """Whether the verdict covers this size; else whether the judges accept it alone."""
         varying = self.family.extents
-        if self.structures[k].verdict.covers(program, graph, size, varying):
+        if self.structures[k].verdict.covers(program, graph, varying):
             return True
         if (k, size) not in self._alone:
             self.counts.judged_alone += 1
@@ -498,6 +498,7 @@ def _keep(key: CacheKey, made: CompiledFamily) -> None:
             "seconds": s.verdict.verdict.seconds,
             "forms": sorted(s.verdict.forms),
             "tested": list(s.verdict.tested),
+            "seen": sorted(s.verdict.seen),
         }
         for s in made.structures
     ]
@@ -531,5 +532,7 @@ def _fetch(
 
 def _read_structure(row: dict[str, Any]) -> Structure:
     verdict = Verdict(VerdictKind(row["kind"]), row["bound"], row["seconds"], None)
-    reach = FamilyVerdict(verdict, frozenset(row["forms"]), tuple(row["tested"]))
+    reach = FamilyVerdict(
+        verdict, frozenset(row["forms"]), tuple(row["tested"]), frozenset(row["seen"])
+    )
     return Structure(read_plan(row["plan"]), row["note"], reach)

@@ -274,6 +274,8 @@ class Pool:
             bench = Bench(self._context, self._graph, orphan_of(parent))
             answer_tasks(theirs, bench)
             code = 0
+        except Exception:  # said where a fresh interpreter would say it; the parent counts a death
+            traceback.print_exc()
         finally:
             os._exit(code)
 

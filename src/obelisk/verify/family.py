@@ -45,17 +45,21 @@ class FamilyVerdict:
             sizes and forms there are, and where fields and floats looked.
         forms: digests of the proved forms.
         tested: sizes at which fields and floats found no difference.
+        seen: digests of the candidate's graphs at those sizes.
     """
 
     verdict: Verdict
     forms: frozenset[str]
     tested: tuple[int, ...]
+    seen: frozenset[str] = frozenset()
 
-    def covers(self, program: Graph, candidate: Graph, size: int, varying: Dims) -> bool:
-        """Whether the verdict reaches this size: its form is proved, or it was tested itself."""
+    def covers(self, program: Graph, candidate: Graph, varying: Dims) -> bool:
+        """Whether the verdict reaches this pair: its form is proved, or this very graph was
+        tested.
+        """
         if not self.verdict.accepted:
             return False
-        return size in self.tested or form_of(program, candidate, varying) in self.forms
+        return candidate.digest in self.seen or form_of(program, candidate, varying) in self.forms
 
 
 def form_of(program: Graph, candidate: Graph, varying: Dims) -> str | None:
@@ -100,6 +104,7 @@ def verify_family(
     proved = {key for key, (ok, _) in groups.items() if ok}
     ends = {cases[0].size, cases[-1].size}
     tested: list[int] = []
+    seen: set[str] = set()
     for key, (_, members) in groups.items():
         few = members[:1] if key in proved else _spread(members)
         for case in (*few, *(c for c in members if c.size in ends and c not in few)):
@@ -114,11 +119,12 @@ def verify_family(
                               tuple(judges))  # fmt: skip
                 return FamilyVerdict(bad, frozenset(), ())
             tested.append(case.size)
+            seen.add(case.candidate.digest)
     tested.sort()
     kind = VerdictKind.PROVED if len(proved) == len(groups) else VerdictKind.TESTED
     bound = _bound(dim, cases, groups, tested)
     verdict = Verdict(kind, bound, time.perf_counter() - began, None, tuple(judges))
-    return FamilyVerdict(verdict, frozenset(proved), tuple(tested))
+    return FamilyVerdict(verdict, frozenset(proved), tuple(tested), frozenset(seen))
 
 
 def _grouped(
