@@ -40,7 +40,7 @@ def wrong(g):
 CHOSEN = {"index", "kernels", "time_us", "verdict", "bound"}
 CANDIDATE = {
     "index", "kernels", "bytes", "predicted_us", "time_us", "spread_us", "verdict", "bound",
-    "status", "reason", "variant", "variants", "chosen", "note",
+    "status", "reason", "variant", "variants", "chosen", "note", "relative_error",
 }  # fmt: skip
 REPORT = {
     "choice", "notes", "schema", "program", "digest", "device", "chosen", "baselines",

@@ -199,6 +199,24 @@ def test_elements_without_an_answer_are_not_judged() -> None:
     assert judge(raw([got]), program, right, 0, 0).status is Status.WRONG
 
 
+def test_the_relative_error_is_that_of_the_whole_output() -> None:
+    """A thousandth off everywhere is a thousandth, at any magnitude; a NaN is infinite."""
+    g = KernelGraph("copy")
+    g.output(g.input((8, 32), "f64", name="x") * 1.0, name="y")
+    node = g.freeze().outputs[0]
+    exact = np.random.default_rng(0).standard_normal((8, 32))
+    for scale in (1e-300, 1.0, 1e300):
+        got = compare(exact * scale * 1.001, exact * scale, node).relative
+        assert got == pytest.approx(1e-3, rel=1e-6)
+    assert compare(exact, exact, node).relative == 0.0
+    broken = exact.copy()
+    broken[3, 4] = np.nan
+    assert compare(broken, exact, node).relative == np.inf
+    judged = np.ones_like(exact, dtype=bool)
+    judged[3, 4] = False
+    assert compare(broken, exact, node, judged).relative == 0.0
+
+
 def test_compare_is_the_reports_measure() -> None:
     """max |got - ref| / (atol + rtol |ref|), f32: 1e-5 and 1e-4."""
     node = affine("f32", (2,)).outputs[0]

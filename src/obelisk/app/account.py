@@ -77,6 +77,7 @@ def candidate_rows(
                 variants=len(tried),
                 chosen=i == chosen,
                 note=candidate.note,
+                relative_error=found.relative if found else None,
             )
         )
     return tuple(rows)

@@ -388,6 +388,8 @@ def bench_command(
         done.append(row)
         progress.print(console, Text("  ".join(row_of(row))))
         _write_json(json_file, benching.bench_json(done))  # what is known, should the run be cut
+        if chart_file is not None:
+            chart_file.write_text(chart(done), encoding="utf-8")
 
     with Display() as progress:
         rows = benching.run_bench(
@@ -404,8 +406,6 @@ def bench_command(
     console.print(rows_table(("program", "obelisk", "ratio", "floor", *columns), map(row_of, rows)))
     for name, value in benching.summarise(rows).items():
         console.print(f"{name}: {value:.3f}" if value is not None else f"{name}: -")
-    if chart_file is not None:
-        chart_file.write_text(chart(rows), encoding="utf-8")
     if any(row.report is None for row in rows):
         raise typer.Exit(1)
 

@@ -29,6 +29,8 @@ class CandidateRow:
         bytes: device-memory traffic per call that the cost model counts.
         predicted_us: the cost model's time.
         time_us, spread_us: measured median and half the interquartile range; None if not measured.
+        relative_error: norm of its worst output's error over the norm of the output, against
+            float64; None if it never ran to the end.
         verdict, bound: the judges' answer (proved, tested, refuted, unknown; "" if not judged).
         status: ok, or why it was left: refuted, unknown, infeasible, build failed, crash, hang,
             wrong, not tried, ...
@@ -53,6 +55,7 @@ class CandidateRow:
     variants: int = 0
     chosen: bool = False
     note: str = ""
+    relative_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

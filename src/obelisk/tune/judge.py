@@ -206,11 +206,14 @@ class Compared:
             not be.
         share: max of |got - exact| / what is allowed there; at most 1 is right.
         worst: index of the element with the largest share.
+        relative: norm of the difference over the norm of the exact result, judged elements only;
+            0 for integers that agree.
     """
 
     error: float
     share: float
     worst: tuple[int, ...]
+    relative: float = 0.0
 
 
 def compare(
@@ -239,14 +242,29 @@ def compare(
             single = RATIO_SLACK * own.ratio * tolerance
             allowed = np.maximum(tolerance, np.minimum(single, SLACK * near))
             error, share = gap / tolerance, gap / allowed
+            relative = _relative(gap, exact, judged)
     else:
         differ = got.astype(np.int64) != exact.astype(np.int64)
         error = share = np.where(differ, np.inf, 0.0)
+        relative = float(share.max())
     if judged is not None:
         error, share = np.where(judged, error, 0.0), np.where(judged, share, 0.0)
     error, share = (np.where(np.isnan(x), np.inf, x) for x in (error, share))
     worst = np.unravel_index(int(share.argmax()), shape) if shape else ()
-    return Compared(float(error.max()), float(share.max()), tuple(int(i) for i in worst))
+    place = tuple(int(i) for i in worst)
+    return Compared(float(error.max()), float(share.max()), place, relative)
+
+
+def _relative(gap: np.ndarray, exact: np.ndarray, judged: np.ndarray | None) -> float:
+    """The norm of the gaps over that of the exact values; infinite where one is not a number."""
+    if judged is not None:
+        gap, exact = gap[judged], exact[judged]
+    top = float(np.abs(exact).max(initial=0.0)) or 1.0  # squares of the largest floats overflow
+    size = float(np.sqrt(np.square(exact / top).sum()))
+    off = float(np.sqrt(np.square(gap / top).sum()))
+    if off == 0.0:
+        return 0.0
+    return off / size if size > 0 and np.isfinite(off) else float("inf")
 
 
 def fill(dtype: DType, turn: int) -> np.ndarray:
@@ -275,12 +293,13 @@ def fill(dtype: DType, turn: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Of one call: status, why, and the worst error and share over the outputs."""
+    """Of one call: status, why, and the worst error, share and relative error of the outputs."""
 
     status: Status
     detail: str = ""
     error: float = 0.0
     share: float = 0.0
+    relative: float = 0.0
 
 
 def judge(
@@ -290,7 +309,7 @@ def judge(
 
     They were filled beforehand with `fill(dtype, turn)`.
     """
-    error = share = 0.0
+    error = share = relative = 0.0
     for i, (node, spec) in enumerate(zip(program.outputs, output_specs(program), strict=True)):
         name, size = program.output_names[i], spec.dtype.numpy.itemsize
         exact, got = right.expected[which][i], spec.view(raw[i])
@@ -312,6 +331,7 @@ def judge(
                 f"expected {float(exact[where]):.6g} (error {found.error:.3g} times the tolerance, "
                 f"{found.share:.3g} times what is allowed)"
             )
-            return Judgement(Status.WRONG, text, found.error, found.share)
+            return Judgement(Status.WRONG, text, found.error, found.share, found.relative)
         error, share = max(error, found.error), max(share, found.share)
-    return Judgement(Status.OK, "", error, share)
+        relative = max(relative, found.relative)
+    return Judgement(Status.OK, "", error, share, relative)

@@ -47,6 +47,7 @@ class _State:
     seconds: float | None = None
     error: float | None = None
     share: float | None = None
+    relative: float | None = None
     repeatable: bool | None = None
     runner: Runner | None = None
 
@@ -251,6 +252,7 @@ class _Tuning:
                 return
             state.error = max(state.error or 0.0, got.error)
             state.share = max(state.share or 0.0, got.share)
+            state.relative = max(state.relative or 0.0, got.relative)
             times.append(seconds)
             if turn == 0:
                 first = [r.data.copy() for r in bench.outs]
@@ -400,6 +402,7 @@ class _Tuning:
         got = bench.judged(copy % bench.inputs.sets, copy)
         state.error = max(state.error or 0.0, got.error)
         state.share = max(state.share or 0.0, got.share)
+        state.relative = max(state.relative or 0.0, got.relative)
         if got.status is not Status.OK:
             state.fell(got.status, got.detail)
 
@@ -495,7 +498,8 @@ class _Tuning:
             seconds=runner.typical if runner is not None else state.seconds,
             spread=quartile_range(values) if values else None, low=low, high=high,
             rounds=len(values), calls=runner.calls if runner is not None else 0,
-            error=state.error, share=state.share, repeatable=state.repeatable,
+            error=state.error, share=state.share, relative=state.relative,
+            repeatable=state.repeatable,
         )  # fmt: skip
 
 

@@ -122,6 +122,8 @@ class Measured:
             from the check.
         error: worst error found, in units of the dtype's tolerance.
         share: worst error as a share of what is allowed at its element; at most 1 is right.
+        relative: worst relative error of a whole output: the norm of the difference over the norm
+            of the reference.
         repeatable: the same inputs gave the same bits twice.
     """
 
@@ -136,6 +138,7 @@ class Measured:
     calls: int = 0
     error: float | None = None
     share: float | None = None
+    relative: float | None = None
     repeatable: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
