@@ -117,7 +117,7 @@ def test_clusters_of_four_and_eight_cannot_use_every_sm(blocks: int, size: int, 
 def test_clusters_that_would_wait_for_others_are_not_made() -> None:
     """128 blocks in clusters of 8: two blocks an SM where their tiles allow it, else a counter."""
     graph = attention(4, 256, 2048, 64, row_tile=64, split=8, key_tile=64)
-    (kernel,) = lower_cuda(graph, H200, CudaOptions(groups=2)).kernels
+    (kernel,) = lower_cuda(graph, H200, CudaOptions(groups=2, bulk=False)).kernels
     assert kernel.blocks == 128
     assert kernel.cluster == 8
     assert 2 * (kernel.shared + 1024) <= H200.shared_per_core
@@ -221,6 +221,17 @@ def test_tensor_maps_survive_a_bundle() -> None:
     again = module_from_json(data)
     assert [k.maps for k in again.kernels] == [k.maps for k in module.kernels]
     assert again.launches == module.launches
+
+
+def test_streams_of_weights_leave_room_for_the_next_launch() -> None:
+    """Half of an SM's shared memory at most, where a grid has one block for it."""
+    weights = norm_matmul(2, 4096, 6144, parts=96, split=1, tile=64)
+    (kernel,) = lower_cuda(weights, H200).kernels
+    assert 2 * (kernel.shared + 1024) <= H200.shared_per_core
+    (alone,) = lower_cuda(weights, H200, CudaOptions(resident=1)).kernels
+    assert alone.shared > kernel.shared
+    keys = attention(32, 16, 4096, 64, row_tile=16, split=2, key_tile=64)  # products in a chain
+    assert lower_cuda(keys, H200).kernels[0].shared > H200.shared_per_core // 2
 
 
 def test_a_copying_warp_leaves_registers_for_the_others() -> None:

@@ -30,6 +30,7 @@ THREADS = 256  # of a block, where its loop has work for them
 WIDE_THREADS = 384  # of a block whose products take four warps
 MOST_THREADS = 1024
 MOST_WIDE_THREADS = 512  # more leave too few registers for results of 64 rows
+STREAM_WARPS = 4  # that share the columns of weights
 MOST_STAGES = 4
 MOST_BULK_STAGES = 16
 MOST_RESIDENT = 4
@@ -199,6 +200,8 @@ class Fragments(Clustered):
         wanted = self.options.column_warps
         if not wanted:
             wanted = 1 if self.looped else max(1, 8 // self.row_warps)
+            if self._streams():
+                wanted = STREAM_WARPS
         while wanted > 1 and any(self.axes.axes[a].extent % (8 * wanted) for a in columns):
             wanted //= 2
         if wanted > 1:
@@ -261,6 +264,11 @@ class Fragments(Clustered):
         )
         return (self.axes.axes[ra].extent if ra == self.m and self.clamped else height), width
 
+    def _streams(self) -> bool:
+        """Whether a loop reads weights for few rows: no product feeds another, none is tall."""
+        staged = all(base_of(x) in self.operands for n in self.products for x in n.inputs)
+        return staged and self.looped and not self.wide and self.row_warps == 1
+
     def _bulk(self) -> bool:
         """Whether a warp of its own fills the pipeline with bulk copies: the device has them, and
         every tile is a box of a matrix in memory.
@@ -322,9 +330,8 @@ class Fragments(Clustered):
         most_shared, extra = self.shared_limit - spare, spare + self.received()
         each = -(-self.block.loop // self.groups)
         self.ahead = self.buffers = 0
-        wanted = self.options.resident or min(
-            MOST_RESIDENT, -(-self.block.blocks // self.machine.cores)
-        )
+        grid = max(-(-self.block.blocks // self.machine.cores), 2 if self._streams() else 1)
+        wanted = self.options.resident or min(MOST_RESIDENT, grid)
         most = MOST_WIDE_THREADS if self.wide else self.machine.threads_per_core
         resident = max(1, min(wanted, most // self.launch_threads()))
         stages = self.options.stages or (MOST_BULK_STAGES if self.bulk else MOST_STAGES)

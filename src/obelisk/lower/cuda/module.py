@@ -239,29 +239,15 @@ def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
     tall = _tall(graph, machine) if Feature.WGMMA in has else []
     if rows >= WIDE and tall:
         return [DEFAULT, *tall, CudaOptions(groups=2, wgmma=False)]
-    made = [CudaOptions(stages=2)]
     parts = fitting_splits(graph, machine) if Feature.CLUSTERS in has else 0
+    made = [*tall]
     if parts:
-        made += [CudaOptions(groups=g, splits=parts) for g in (4, 8)]
+        made += [CudaOptions(groups=g, splits=parts) for g in (4, 5, 8)]
         made += [CudaOptions(groups=4, clusters=False)]
     if rows > 16:
-        made += [CudaOptions(row_warps=8)]
-        made += [CudaOptions(row_warps=8, groups=n) for n in (8, 4, 3, 2)]
-        return [DEFAULT, *made, *tall]
-    if parts and Feature.BULK_COPY in has:
-        made += [CudaOptions(groups=g, splits=parts, bulk=True) for g in (4, 3)]
-    shares = [(g, c, r) for r in (0, 2) for g, c in ((4, 2), (2, 4), (1, 8), (4, 1), (8, 1))]
-    made += [CudaOptions(groups=g, column_warps=c, resident=r) for g, c, r in shares]
-    made += [CudaOptions(column_warps=n) for n in (2, 4)]
-    made += [CudaOptions(groups=4, column_warps=4), CudaOptions(column_warps=4, stages=3)]
-    if Feature.BULK_COPY in has:
-        bulk = [(4, 2, 2), (2, 4, 2), (1, 4, 2), (2, 4, 3), (2, 2, 3), (1, 4, 4), (1, 8, 2)]
-        made += [
-            CudaOptions(groups=g, column_warps=c, resident=r, bulk=True, column_tile=LINE)
-            for g, c, r in bulk
-        ]
-    made += [CudaOptions(column_warps=4, column_tile=t) for t in (LINE, 2 * LINE)]
-    return [DEFAULT, *made]
+        made += [CudaOptions(row_warps=8), CudaOptions(stages=2)]
+        return [DEFAULT, *made, *(CudaOptions(row_warps=8, groups=n) for n in (8, 4, 3, 2))]
+    return [DEFAULT, *made, *_flat(has)]
 
 
 def _tall(graph: Graph, machine: Machine) -> list[CudaOptions]:
@@ -273,8 +259,24 @@ def _tall(graph: Graph, machine: Machine) -> list[CudaOptions]:
     out = [
         CudaOptions(row_tile=WIDE, splits=parts, groups=g, loop_tile=t, bulk=b)
         for g, t, b in (
-            (2, 128, True), (2, 128, False), (2, 64, False), (4, 64, False), (3, 64, True),
-            (1, 128, True), (2, 64, True),
+            (2, 128, True), (3, 64, True), (2, 64, False), (1, 128, True), (4, 64, False),
+            (2, 128, False), (2, 64, True),
         )
     ]  # fmt: skip
     return [*out, *(CudaOptions(row_tile=WIDE, groups=g, clusters=False) for g in (4, 2))]
+
+
+def _flat(has: frozenset[Feature]) -> list[CudaOptions]:
+    """Choices for up to 16 rows: whole lines of columns in bulk, smaller copies by all threads."""
+    made: list[CudaOptions] = []
+    if Feature.BULK_COPY in has:
+        shares = ((2, 4, 2), (4, 2, 2), (1, 4, 2), (2, 4, 3), (1, 4, 4), (1, 8, 2), (2, 2, 3))
+        made += [
+            CudaOptions(groups=g, column_warps=c, resident=r, column_tile=LINE)
+            for g, c, r in shares
+        ]
+    made += [CudaOptions(column_warps=4, column_tile=t) for t in (LINE, 2 * LINE)]
+    made += [CudaOptions(column_warps=n) for n in (2, 4)]
+    small = ((4, 2, 2), (2, 4, 2), (4, 2, 1), (1, 8, 1), (4, 1, 1), (8, 1, 2))
+    made += [CudaOptions(groups=g, column_warps=c, resident=r, bulk=False) for g, c, r in small]
+    return [*made, CudaOptions(column_warps=4, stages=3, bulk=False), CudaOptions(stages=2)]

@@ -35,8 +35,9 @@ class CudaOptions:
         share_scales: the scale of a row of a right operand is computed once by the threads of a
             group, not by each of its warps.
         bulk: a warp of its own fills the pipeline with bulk copies where the device has them.
-        resident: blocks that one SM shall hold at a time (0: as many as the grid has for it, at
-            most 4, if their pipelines stay deep enough).
+        resident: blocks that one SM shall hold at a time (0: as many as the grid has for it, and
+            two where weights are streamed, so that the next launch's blocks find room to start
+            early; at most 4, if their pipelines stay deep enough).
         threads: threads of a block whose tiles are in shared memory.
     """
 
@@ -54,7 +55,7 @@ class CudaOptions:
     resident: int = 0
     clusters: bool = True
     wgmma: bool = True
-    bulk: bool = False
+    bulk: bool = True
     share_scales: bool = True
     threads: int = 256
 
