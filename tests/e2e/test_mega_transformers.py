@@ -6,6 +6,7 @@ or as good to within EPSILON (a near-tie). So all steps are compared, those behi
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 from pathlib import Path
@@ -49,7 +50,8 @@ MODELS: dict[str, tuple[str, int, int, int, int | None, int, bool, dict[str, Any
 
 def model_of(folder: Path, name: str) -> Any:
     """A randomly initialised model that transformers saved in `folder`."""
-    family, hidden, heads, kv, dim, ffn, tied, more = MODELS[name]
+    family, hidden, heads, kv, dim, ffn, tied, more = MODELS[name.removesuffix("-bf16")]
+    half = name.endswith("-bf16")
     sizes = {} if dim is None else {"head_dim": dim}
     config = transformers.AutoConfig.for_model(
         family, hidden_size=hidden, num_hidden_layers=3, num_attention_heads=heads,
@@ -67,7 +69,12 @@ def model_of(folder: Path, name: str) -> Any:
                 w.copy_(noise * (0.3 if "embed" in key else 1.5 / w.shape[1] ** 0.5))
             else:
                 w.copy_(noise * 0.3 + (1.0 if "norm" in key else 0.0))
-    model.save_pretrained(folder)
+            if half:
+                w.copy_(w.bfloat16())
+    if half:  # as most checkpoints are stored; what fp32 makes of them is the reference
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    else:
+        model.save_pretrained(folder)
     return model
 
 
@@ -80,7 +87,7 @@ def worst_choice(model: Any, prompt: list[int], made: list[int]) -> float:
     return float((logits[at].max(-1).values - ours).max())
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [*MODELS, "qwen3-0.6b-bf16"])
 def test_256_greedy_tokens_are_those_of_transformers(
     name: str, tmp_path: Path, compiler: str
 ) -> None:

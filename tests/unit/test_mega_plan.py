@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -90,6 +93,32 @@ def test_this_host_describes_itself_the_same_way_every_time() -> None:
     assert host_identity() == host_identity()
     assert host_identity().title
     assert host_identity().cores >= 1
+
+
+def test_checkpoints_of_16_bits_are_read(tmp_path: Path) -> None:
+    """bf16 and fp16 as float32, in a process that imports the runtime alone; other types by name."""
+    header = {
+        "a.weight": {"dtype": "BF16", "shape": [1, 3], "data_offsets": [0, 6]},
+        "b": {"dtype": "F16", "shape": [2], "data_offsets": [6, 10]},
+        "c": {"dtype": "F8_E8M0", "shape": [1], "data_offsets": [10, 11]},
+    }
+    text = json.dumps(header).encode()
+    data = b"\x80\x3f\x00\xc0\x49\x40" + np.array([0.5, -2.0], np.float16).tobytes() + b"\x01"
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    code = (
+        "import sys\n"
+        "from obelisk.base.errors import UserError\n"
+        "from obelisk.runtime import Checkpoint\n"
+        "c = Checkpoint(sys.argv[1]); print(c.tensor('a.weight').tolist(), c.tensor('b').tolist())\n"
+        "try: print(c.tensor('c').tolist())\n"
+        "except UserError as e: print(e)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("[[1.0, -2.0, 3.140625]] [0.5, -2.0]\n"), done.stderr
+    assert "c in" in done.stdout
+    assert "stored as F8_E8M0; F32, BF16 and F16 are read" in done.stdout
 
 
 def four_bits(arena: Any, base: int, m: MatrixLayout, r: int, c: int) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (numpy reads bf16 once this is imported)
 import numpy as np
 
 from obelisk.base.digest import DIGEST_HEX
@@ -67,7 +68,13 @@ class Checkpoint:
         return tuple(self._where[name].get_slice(name).get_shape())
 
     def _get(self, name: str) -> Array:
-        return self._where[name].get_tensor(name)
+        try:
+            return self._where[name].get_tensor(name)
+        except (AttributeError, TypeError):  # numpy has no such type
+            kind = self._where[name].get_slice(name).get_dtype()
+            raise UserError(
+                f"{name} in {self.folder} is stored as {kind}; F32, BF16 and F16 are read"
+            ) from None
 
     def _base(self, name: str) -> str | None:
         """`a.b` of a weight a.b.weight that is stored in groups; None for others."""
