@@ -1,0 +1,182 @@
+"""What a CUDA plan of a small model must do on a device: used by the device tests and by
+bench/mega_cuda.py.
+
+`check_plan` gives a row of findings; `TOLERANCE` bounds the largest error of a logit relative to
+the largest. The reference rounds where the kernel rounds, but for the marks in 16-bit values (the
+last bit of every eighth): simulated, those alone move these models' logits by 0.7 to 1.8e-2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from obelisk.app.synth_cuda import make_cuda_plan
+from obelisk.base.errors import KernelFault
+from obelisk.machine import Machine
+from obelisk.plan import Plan
+from obelisk.runtime import CudaSession, Sampling
+from obelisk.runtime.packing import pack, stored
+from obelisk.schedule.gpu import GpuTiling, default_tiling, shared_plan
+from obelisk.tasks import ModelConfig, Workload, parse_config, parse_format
+from obelisk.tasks.sampling import choose
+from tests.mega_cuda_models import MODELS, Rounded
+from tests.mega_models import random_tensors
+
+TOLERANCE, NEAR_TIE = 2e-2, 1e-2
+CONTEXT, STEPS = 160, 24
+DRAWS = (
+    Sampling(0.9, 0, 1.0, 5), Sampling(1.5, 20, 1.0, 6), Sampling(1.0, 0, 0.7, 7),
+    Sampling(2.0, 50, 0.5, 8),
+)  # fmt: skip
+CASES = [  # model, batch, weights, changes to the default tiling
+    ("llama, groups of 4", 1, "bf16", ""),
+    ("llama, groups of 4", 1, "fp16", "o_split=2+down_split=4"),
+    ("llama, groups of 4", 4, "bf16", "bulk=0+chunk_cols=128+stages=12"),
+    ("qwen3, 128, groups of 2", 1, "bf16", "kv_pieces=5"),
+    ("qwen3, 128, groups of 2", 2, "bf16", "barriers=qkv.attend.o.up.down.head"),
+    ("qwen2, groups of 7, tied", 3, "bf16", "down_split=2"),
+    ("llama, groups of 8, 128", 8, "bf16", ""),
+    ("llama, groups of 8, 128", 1, "bf16", "kv_pieces=16+chunk_cols=256"),
+    ("llama, no groups, biases, odd sizes", 1, "bf16", ""),
+    ("llama, no groups, biases, odd sizes", 8, "bf16", "bulk=0+loader_warps=2"),
+    ("qwen3, 24", 5, "bf16", ""),
+]
+Array = Any
+
+
+def changed(t: GpuTiling, text: str) -> GpuTiling:
+    """`stages=12+bulk=0` applied to a tiling; names of edges are joined by dots."""
+    for item in filter(None, text.split("+")):
+        name, _, value = item.partition("=")
+        kind: Any = type(getattr(t, name))
+        new = tuple(filter(None, value.split("."))) if kind is tuple else kind(int(value))
+        t = replace(t, **{name: new})
+    return t
+
+
+def planned(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> Plan:
+    """A plan under the default tiling with changes, its ring cut to what shared memory holds."""
+    tiling = changed(default_tiling(model, work, machine), changes)
+    while shared_plan(model, work, tiling).total > machine.shared_bytes:
+        tiling = replace(tiling, stages=tiling.stages - 1)
+    return make_cuda_plan(model, work, tiling, machine)
+
+
+def plan_of(case: tuple[str, int, str, str], machine: Machine) -> Plan:
+    """The plan of one of `CASES`."""
+    name, batch, form, changes = case
+    work = Workload(batch, CONTEXT, parse_format(form))
+    return planned(parse_config(MODELS[name]), work, changes, machine)
+
+
+class _Check:
+    """One session beside a reference for each slot."""
+
+    def __init__(self, case: tuple[str, int, str, str], plan: Plan) -> None:
+        name, self.batch, form, changes = case
+        self.config = MODELS[name]
+        tensors = random_tensors(self.config, 1)
+        source = stored(plan.layout, tensors.__getitem__)
+        weights = {k: source(k) for k in tensors}
+        self.session = CudaSession(plan, pack(plan.layout, tensors.__getitem__), spin_seconds=2.0)
+        self.session.keep_logits = True
+        pieces = plan.schedule["tiling"]["kv_pieces"]
+        self.refs = [Rounded(self.config, weights, form, pieces) for _ in range(self.batch)]
+        self.rng = np.random.default_rng(3)
+        self.idle = self.batch - 1 if self.batch > 2 else -1  # one slot sits out
+        self.row: dict[str, Any] = {
+            "model": name, "batch": self.batch, "format": form, "changes": changes,
+        }  # fmt: skip
+        self.first: list[int] = []
+
+    def tokens(self, count: int) -> list[int]:
+        """Random token ids."""
+        return [int(t) for t in self.rng.integers(0, self.config["vocab_size"], count)]
+
+    def feed(self, tokens: list[int]) -> list[list[int]]:
+        """One token for each slot but the idle one."""
+        return [[] if b == self.idle else [t] for b, t in enumerate(tokens)]
+
+    def prompts(self) -> None:
+        """Prompts of different lengths, one of them possibly empty."""
+        texts = [self.tokens(int(n)) for n in self.rng.integers(0, 40, self.batch)]
+        for ref, text in zip(self.refs, texts, strict=True):
+            for t in text:
+                ref.step(t)
+        self.session.prefill(texts)
+        self.began = self.session.position.copy()
+
+    def greedy(self) -> None:
+        """Single steps against the reference, then the same steps in one launch."""
+        last = self.first = self.tokens(self.batch)
+        made: list[list[int]] = [[] for _ in range(self.batch)]
+        worst, gaps, wrong = 0.0, [], 0
+        for _ in range(STEPS):
+            runs = self.session.launch(self.feed(last), [1] * self.batch)
+            got = self.session.logits()
+            nxt = list(last)
+            for b in range(self.batch):
+                if b == self.idle:
+                    continue
+                want = self.refs[b].step(last[b])
+                scale = float(np.abs(want).max())
+                worst = max(worst, float(np.abs(got[b] - want).max()) / scale)
+                nxt[b] = runs[b].tokens[0]
+                made[b].append(nxt[b])
+                wrong += nxt[b] != int(got[b].argmax())
+                if nxt[b] != int(want.argmax()):
+                    gaps.append(float(want.max() - want[nxt[b]]) / scale)
+            last = nxt
+        self.session.position[:] = self.began
+        runs = self.session.launch(self.feed(self.first), [STEPS] * self.batch)
+        same = [list(r.tokens) == m for b, (r, m) in enumerate(zip(runs, made, strict=True))
+                if b != self.idle]  # fmt: skip
+        self.row |= {
+            "error": worst, "gaps": gaps, "launch": all(same), "argmax": wrong == 0,
+        }  # fmt: skip
+
+    def draws(self) -> None:
+        """Drawn tokens against `choose` on the kernel's own logits."""
+        self.session.position[:] = self.began
+        last, right, count = self.first, 0, 0
+        for s in DRAWS * 2:
+            at = self.session.position.copy()
+            feeds = [[t] for t in last]
+            runs = self.session.launch(feeds, [1] * self.batch, [s] * self.batch)
+            got = self.session.logits()
+            last = [r.tokens[0] for r in runs]
+            for b, token in enumerate(last):
+                count += 1
+                right += token == choose(
+                    got[b], int(at[b]), s.temperature, s.top_k, s.top_p, s.seed
+                )
+        self.row |= {"draws": f"{right}/{count}", "drawn": right == count}
+
+    def fault(self) -> None:
+        """A block that withholds its values: every block stops, and the error says who waited."""
+        self.session.withhold, self.session.spin_seconds = self.session.plan.cores, 0.2
+        try:
+            self.session.launch([[1]] * self.batch, [2] * self.batch)
+            self.row["fault"] = ""
+        except KernelFault as error:
+            self.row["fault"] = str(error)
+        self.session.withhold = 0
+
+
+def check_plan(case: tuple[str, int, str, str], plan: Plan) -> dict[str, Any]:
+    """Findings on one plan; `ok` is whether all are as they must be."""
+    check = _Check(case, plan)
+    check.prompts()
+    check.greedy()
+    check.draws()
+    check.fault()
+    check.session.close()
+    row = check.row
+    row["ok"] = (
+        row["error"] < TOLERANCE and row["launch"] and row["argmax"] and row["drawn"]
+        and "waited" in row["fault"] and all(g < NEAR_TIE for g in row["gaps"])
+    )  # fmt: skip
+    return row

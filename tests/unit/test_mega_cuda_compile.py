@@ -1,0 +1,79 @@
+"""The CUDA megakernel compiles for every architecture within what was planned, without a GPU.
+
+Needs NVRTC or nvcc; skipped loudly where there is neither.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from tests.mega_cuda_models import MODELS
+
+from obelisk.base.errors import Infeasible, MissingDependency
+from obelisk.build.cuda import Resources, compile_cuda, toolchain
+from obelisk.machine import find
+from obelisk.mega.cuda import EmittedCuda, emit_cuda
+from obelisk.schedule.gpu import default_tiling
+from obelisk.tasks import WeightFormat, Workload, parse_config
+
+try:
+    toolchain()
+except MissingDependency as missing:
+    pytest.skip(f"no CUDA compiler here: {missing}", allow_module_level=True)
+
+MACHINES = ("a100", "rtx3090", "rtx4090", "h200", "b200", "rtx5090")
+MODEL = parse_config(MODELS["qwen3, 24"])
+WORK = Workload(1, 64, WeightFormat.BF16)
+
+
+def emitted(name: str) -> EmittedCuda:
+    """The kernel of the smallest model for a machine."""
+    machine = find(name)
+    return emit_cuda(MODEL, WORK, default_tiling(MODEL, WORK, machine), machine)
+
+
+def test_every_architecture_within_its_limits() -> None:
+    """sm_80, 86, 89, 90a, 100a and 120: registers without spills, shared memory as planned."""
+
+    def one(name: str) -> tuple[str, Resources]:
+        return name, compile_cuda(emitted(name).source, find(name).arch).resources
+
+    with ThreadPoolExecutor(2) as pool:
+        built = dict(pool.map(one, MACHINES))
+    for name in MACHINES:
+        machine, plan, r = find(name), emitted(name), built[name]
+        assert r.spill_stores == r.spill_loads == 0, f"{name}: {r}"
+        assert r.shared <= plan.shared.misc
+        assert plan.shared.dynamic + r.shared <= machine.shared_bytes
+        warps = plan.tiling.threads // 32  # four register files: the fullest decides
+        assert -(-warps // 4) * 32 * r.registers <= machine.registers // 4
+
+
+def test_equal_arguments_give_equal_text_and_architectures_differ() -> None:
+    """Byte for byte; the copy engine only where there is one."""
+    assert emitted("h200").source == emitted("h200").source
+    assert "#define OM_BULK 1" in emitted("h200").source
+    assert "#define OM_BULK 0" in emitted("rtx4090").source
+    assert "#define OM_TRY_WAIT 0" in emitted("a100").source
+
+
+def test_limits_are_named() -> None:
+    """What the kernel cannot do is refused before a compiler is asked."""
+    machine = find("h200")
+    wide = parse_config({**MODELS["llama, groups of 4"], "head_dim": 256})
+    with pytest.raises(Infeasible, match="head_dim 256: it needs a multiple of 8, at most 128"):
+        emit_cuda(wide, WORK, default_tiling(wide, WORK, machine), machine)
+    t = default_tiling(MODEL, WORK, machine)
+    for change, words in (
+        ({"stages": 200}, "bytes of shared memory"), ({"stages": 4}, "stages for 8 warps"),
+        ({"blocks": 400}, "400 blocks"), ({"kv_pieces": 40}, "1 to 16"),
+        ({"down_split": 7}, "cannot be split in 7"), ({"barriers": ("x",)}, "the edges are"),
+        ({"in_flight": 100}, "100 chunks in flight"), ({"chunk_cols": 40}, "multiple of 32"),
+    ):  # fmt: skip
+        with pytest.raises(Infeasible, match=words):
+            emit_cuda(MODEL, WORK, replace(t, **change), machine)
+    with pytest.raises(Infeasible, match="no copy engine"):
+        emit_cuda(MODEL, WORK, replace(default_tiling(MODEL, WORK, find("a100")), bulk=True),
+                  find("a100"))  # fmt: skip

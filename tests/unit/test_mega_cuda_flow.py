@@ -1,0 +1,157 @@
+"""The judge of the CUDA kernel's exchange accepts real shapes and finds what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from tests.mega_cuda_models import MODELS
+from tests.mega_models import config
+
+from obelisk.base.errors import Infeasible
+from obelisk.machine import find
+from obelisk.mega.cuda import emit_cuda, flow
+from obelisk.mega.cuda.emit import cuts, shares
+from obelisk.mega.cuda.flow import check_flow
+from obelisk.schedule.gpu import (
+    default_tiling,
+    imbalance,
+    legal_splits,
+    refuse,
+    shared_plan,
+    up_tiles,
+)
+from obelisk.tasks import ModelConfig, WeightFormat, Workload, parse_config
+
+H200 = find("h200")
+WORK = Workload(1, 256, WeightFormat.BF16)
+
+
+def real(layers: int, h: int, q: int, kv: int, d: int, f: int) -> ModelConfig:
+    """A public model's layer sizes."""
+    return parse_config(
+        config(
+            "qwen3", hidden_size=h, num_hidden_layers=layers, num_attention_heads=q,
+            num_key_value_heads=kv, head_dim=d, intermediate_size=f, vocab_size=151936,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch"),
+    [((16, 2048, 32, 8, 64, 8192), 1), ((27, 1024, 16, 8, 128, 3072), 8),
+     ((28, 1536, 12, 2, 128, 8960), 1)],
+)  # fmt: skip
+def test_defaults_of_real_sizes_are_safe(sizes: Sequence[int], batch: int) -> None:
+    """Even and odd numbers of layers, with and without splits along K."""
+    model, work = real(*sizes), Workload(batch, 640, WeightFormat.BF16)
+    t = default_tiling(model, work, H200)
+    assert check_flow(model, work, t, shares(model, t)) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_small_models_are_safe(name: str) -> None:
+    """Fewer tiles than blocks in most operators, one layer, several slots."""
+    model, work = parse_config(MODELS[name]), Workload(3, 160, WeightFormat.BF16)
+    t = default_tiling(model, work, H200)
+    assert check_flow(model, work, t, shares(model, t)) == []
+
+
+def test_a_block_without_gates_could_be_overtaken() -> None:
+    """Why there are no more blocks than tiles of gate and up: the judge finds the race."""
+    model = parse_config(MODELS["qwen3, 24"])
+    t = replace(default_tiling(model, WORK, H200), blocks=up_tiles(model) + 20)
+    assert any("overwrites o " in f for f in check_flow(model, WORK, t, shares(model, t)))
+    assert "tiles of gate and up" in (refuse(model, WORK, t, H200) or "")
+    with pytest.raises(Infeasible, match="tiles of gate and up"):
+        emit_cuda(model, WORK, t, H200)
+
+
+def test_shares_must_be_the_units() -> None:
+    """A gap, an overlap, a wrong end, a missing block."""
+    model = parse_config(MODELS["llama, groups of 4"])
+    t = default_tiling(model, WORK, H200)
+    good = shares(model, t)
+    bad: dict[str, Any] = {
+        "gap": [1, *good["up"][1:]], "end": [*good["up"][:-1], good["up"][-1] + 1],
+        "overlap": [good["up"][0], good["up"][3], good["up"][2], *good["up"][3:]],
+        "block": good["up"][:-1],
+    }  # fmt: skip
+    for cut in bad.values():
+        assert any("shares of up" in f for f in check_flow(model, WORK, t, {**good, "up": cut}))
+
+
+class _Single(flow._Judge):
+    """One buffer for what the down projection writes, instead of two."""
+
+    def write(self, value: str, block: int, cells: Any, generation: int) -> None:
+        super().write(value.replace("down1", "down0"), block, cells, generation)
+
+    def wait(self, value: str, block: int, cells: Any, generation: int) -> None:
+        super().wait(value.replace("down1", "down0"), block, cells, generation)
+
+
+class _NoMeeting(flow._Judge):
+    """Steps of a prompt that nothing separates."""
+
+    def meet(self) -> None:
+        return
+
+
+class _Late(flow._Judge):
+    """Attention that reads the generation before."""
+
+    def attend(self, layer: int, turns: Sequence[int], gen: int) -> None:
+        super().attend(layer, turns, gen - 1)
+
+
+class _Wandering(flow._Judge):
+    """Pieces that change their block from step to step."""
+
+    def attend(self, layer: int, turns: Sequence[int], gen: int) -> None:
+        moved = [(t + gen // (layer + 3)) % self.t.blocks for t in turns]
+        super().attend(layer, moved, gen)
+
+
+@pytest.mark.parametrize(
+    ("judge", "words"),
+    [(_Single, "may still be read"), (_NoMeeting, "may still be read"),
+     (_Late, "waits for ever"), (_Wandering, "changes its block")],
+)  # fmt: skip
+def test_what_is_left_out_is_found(
+    judge: type, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same programs with one wait less, one word wrong, or an item elsewhere."""
+    monkeypatch.setattr(flow, "_Judge", judge)
+    model = real(2, 1536, 12, 2, 128, 8960)
+    t = replace(default_tiling(model, WORK, H200), o_split=1)  # blocks without tiles of o
+    assert any(words in f for f in check_flow(model, WORK, t, shares(model, t)))
+
+
+def test_cuts_and_splits() -> None:
+    """Shares are contiguous, differ by one at most, and splits are equal parts of whole 32s."""
+    cut = cuts(1000, 132)
+    sizes = {b - a for a, b in pairwise(cut)}
+    assert cut[0] == 0
+    assert cut[-1] == 1000
+    assert sizes == {7, 8}
+    assert legal_splits(8960, 8) == (1, 2, 4, 5, 7, 8)
+    assert imbalance(96, 1, 132) == 1.375
+    assert imbalance(96, 4, 132) < 1.04
+
+
+def test_defaults_fit_every_gpu() -> None:
+    """Shared memory, ring and queue of a public model on all known devices, one slot and eight."""
+    model = real(28, 2048, 16, 8, 128, 6144)
+    for name in ("a100", "rtx3090", "rtx4090", "h200", "b200", "rtx5090"):
+        machine = find(name)
+        for batch in (1, 8):
+            work = Workload(batch, 2048, WeightFormat.BF16)
+            t = default_tiling(model, work, machine)
+            assert shared_plan(model, work, t).total <= machine.shared_bytes
+            assert t.warps <= t.stages
+            assert 1 <= t.in_flight_waiting <= t.in_flight <= t.stages
+            assert t.bulk == (name in ("h200", "b200"))
