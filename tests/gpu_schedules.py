@@ -94,10 +94,9 @@ def _with_items(s: GpuSchedule, block: int, items: list[GpuItem]) -> GpuSchedule
 def _pick(
     s: GpuSchedule, rng: random.Random, test: Callable[[int, int], bool]
 ) -> tuple[int, int] | None:
-    found = [
-        (b, i) for b, p in enumerate(s.programs) for i in range(len(p)) if test(b, i)
-    ]  # fmt: skip
-    return rng.choice(found) if found else None
+    every = [(b, i) for b, p in enumerate(s.programs) for i in range(len(p))]
+    rng.shuffle(every)
+    return next((at for at in every if test(*at)), None)
 
 
 def _writers(s: GpuSchedule, value: str, layer: int, lo: int, hi: int) -> set[int]:

@@ -8,7 +8,8 @@ when it is safe. Obligations:
 2. Capacity: shared memory, threads and registers of a block fit the machine; all blocks are
    resident at a time (one an SM), for they wait for each other; pages lie inside their memories,
    and shared pages that are held at the same time do not overlap.
-3. Progress: the items of `STEPS` steps in a row, executed under their waits, end.
+3. Progress: the items of a few steps in a row, executed under their waits, end. Where there are
+   steps of a prompt, every pair of neighbours is among them (`sequence_of`).
 4. Happens-before: two accesses of one word of which one writes are ordered by program order, grid
    barriers, and polls (who reads a word with its tag knows what its writer knew). Reading asks for
    more, since tagged words are stored without a fence: each word that another block wrote must have
@@ -54,12 +55,12 @@ from obelisk.schedule.gpu_tasks import (
     before,
     phases,
 )
-from obelisk.schedule.gpu_types import CONSUMER, Compute, GpuSchedule, Meet, Poll
+from obelisk.schedule.gpu_types import CONSUMER, Compute, GpuProgram, GpuSchedule, Meet, Poll
 from obelisk.tasks.kinds import Region
 
-STEPS = 2
 Array = Any
 _MOST = 16
+_Accesses = tuple[tuple[Region, slice], ...]
 
 
 def block_faults(schedule: GpuSchedule, machine: Machine) -> list[Fault]:
@@ -134,6 +135,36 @@ def _expected(step: GpuStep, core: int) -> Counter[GpuTask]:
     return out
 
 
+def sequence_of(schedule: GpuSchedule) -> tuple[tuple[GpuProgram, ...], ...]:
+    """The programs of the steps that are executed in a row."""
+    whole, prompt = schedule.programs, schedule.prompt
+    return (whole, whole, prompt, prompt, whole) if prompt else (whole, whole)
+
+
+_HEAD = (GpuKind.HEAD, GpuKind.CHOOSE)
+
+
+def prompt_faults(schedule: GpuSchedule) -> list[Fault]:
+    """Obligation 1 for the steps of a prompt: the tasks of the others up to the head."""
+    if not schedule.prompt:
+        return []
+    if len(schedule.prompt) != schedule.blocks:
+        return [Fault("completeness", f"{len(schedule.prompt)} blocks run a prompt's steps")]
+    last = schedule.step.model.layers - 1
+    out = []
+    for core, (whole, prompt) in enumerate(zip(schedule.programs, schedule.prompt, strict=True)):
+        tasks = [i.task for i in whole if isinstance(i, Compute) and i.task.kind not in _HEAD]
+        if tasks[-1:] == [GpuTask(GpuKind.JOIN, last, core=core, after="down")]:
+            tasks.pop()
+        if [i.task for i in prompt if isinstance(i, Compute)] != tasks:
+            out.append(Fault("completeness", f"block {core} runs other tasks in a prompt's step"))
+        out += [
+            Fault("role", f"block {core} meets as {i.role} at {i.name}")
+            for i in prompt if isinstance(i, Meet) and i.role != CONSUMER
+        ]  # fmt: skip
+    return out[:_MOST]
+
+
 def structure_faults(schedule: GpuSchedule) -> list[Fault]:
     """Obligation 1, and barriers' roles (6)."""
     step, out = schedule.step, []
@@ -178,12 +209,13 @@ class _Words:
         self.schedule, self.step = schedule, schedule.step
         ends: dict[tuple[str, int], set[int]] = {}
         regions = set()
-        for core, program in enumerate(schedule.programs):
-            for item in program:
-                for r in self._touched(item, core):
-                    if r not in regions:
-                        regions.add(r)
-                        ends.setdefault(self._space(r), set()).update(self._span(r))
+        for programs in (schedule.programs, schedule.prompt):
+            for core, program in enumerate(programs):
+                for item in program:
+                    for r in self._touched(item, core):
+                        if r not in regions:
+                            regions.add(r)
+                            ends.setdefault(self._space(r), set()).update(self._span(r))
         self.cuts = {}
         at = 0
         for space in sorted(ends):
@@ -226,10 +258,11 @@ class _Words:
 
 
 class _Run:
-    """One execution of the items for `STEPS` steps, judging as it goes."""
+    """One execution of the items of some steps in a row, judging as it goes."""
 
-    def __init__(self, schedule: GpuSchedule) -> None:
-        self.schedule, self.step = schedule, schedule.step
+    def __init__(self, schedule: GpuSchedule, most: int) -> None:
+        self.schedule, self.step, self.most = schedule, schedule.step, most
+        self.sequence = sequence_of(schedule)
         self.words = _Words(schedule)
         n, blocks = self.words.count, schedule.blocks
         self.n = n
@@ -248,6 +281,7 @@ class _Run:
         self.joined: dict[tuple[int, str], Array] = {}
         self.known: dict[tuple[int, bytes], Array] = {}
         self.faults: list[Fault] = []
+        self.accesses: dict[tuple[int, GpuTask], tuple[_Accesses, _Accesses]] = {}
         self.ids: dict[tuple[int, int, GpuTask], int] = {}
         self.owner_ids = self._defining_order()
 
@@ -270,28 +304,35 @@ class _Run:
             order.append((core, GpuTask(GpuKind.CHOOSE, core=core)))
         return self._values(order)
 
+    def _before_head(self) -> set[tuple[int, GpuTask]]:
+        """What every block does for itself before the head."""
+        found = [(c, before(self.step, GpuKind.HEAD, -1, c)) for c in range(self.schedule.blocks)]
+        return {(c, t) for c, t in found if t is not None}
+
     def _values(
         self, order: Sequence[tuple[int, GpuTask]]
     ) -> Mapping[tuple[int, int, GpuTask], list[Array]]:
         # Here every value of every layer has memory of its own.
         held: dict[tuple[str, int], Array] = {}
         out: dict[tuple[int, int, GpuTask], list[Array]] = {}
-        for step in range(STEPS):
-            for core, task in order:
+        head = self._before_head()
+        prompt = [x for x in order if x[1].kind not in _HEAD and x not in head]
+        for step, programs in enumerate(self.sequence):
+            for core, task in order if programs is self.schedule.programs else prompt:
                 ident = self.ids[(step, core, task)] = len(self.ids) + 1
-                row, found = TABLE[task.kind], []
-                for r in row.reads(self.step, task, core):
-                    cells = self.words.where(r)
+                reads, writes = self._accesses(core, task)
+                found = []
+                for r, cells in reads:
                     memory = held.get((r.value, r.layer))
                     size = cells.stop - cells.start
                     found.append(
                         np.zeros(size, np.int64) if memory is None else memory[cells].copy()
                     )
                 out[(step, core, task)] = found
-                for w in row.writes(self.step, task, core):
+                for w, cells in writes:
                     if (w.value, w.layer) not in held:
                         held[(w.value, w.layer)] = np.zeros(self.n, np.int64)
-                    held[(w.value, w.layer)][self.words.where(w)] = ident
+                    held[(w.value, w.layer)][cells] = ident
         return out
 
     def _tag(self, step: int, layer: int) -> int:
@@ -301,7 +342,7 @@ class _Run:
 
     # ---- execution ----
     def _fault(self, rule: str, text: str) -> None:
-        if len(self.faults) < _MOST:
+        if len(self.faults) < self.most:
             self.faults.append(Fault(rule, text))
 
     def _poll(self, step: int, core: int, item: Poll) -> bool:
@@ -342,22 +383,31 @@ class _Run:
         np.maximum(self.fenced[core], all_, out=self.fenced[core])
         return True
 
+    def _accesses(self, core: int, task: GpuTask) -> tuple[_Accesses, _Accesses]:
+        """What a task reads and writes on a block, and in which cells."""
+        found = self.accesses.get((core, task))
+        if found is None:
+            row, where = TABLE[task.kind], self.words.where
+            found = self.accesses[(core, task)] = (
+                tuple((r, where(r)) for r in row.reads(self.step, task, core)),
+                tuple((w, where(w)) for w in row.writes(self.step, task, core)),
+            )
+        return found
+
     def _compute(self, step: int, core: int, task: GpuTask) -> None:
         self.clock[core, core] += 1
         time = self.clock[core]
-        row = TABLE[task.kind]
+        reads, writes = self._accesses(core, task)
         ident = self.ids.get((step, core, task), 0)
         want = self.owner_ids.get((step, core, task), [])
-        for r, expected in zip(row.reads(self.step, task, core), want, strict=False):
-            cells = self.words.where(r)
+        for (r, cells), expected in zip(reads, want, strict=False):
             self._ordered(cells, time, task, r, write=False)
             self._visible(cells, core, task, r)
             if not np.array_equal(self.content[cells], expected):
                 self._fault("value", f"{task} on block {core} in step {step} reads {r.value} that "
                             "is not what its producer left there")  # fmt: skip
             self.read_time[cells, core] = time[core]
-        for r in row.writes(self.step, task, core):
-            cells = self.words.where(r)
+        for r, cells in writes:
             self._ordered(cells, time, task, r, write=True)
             self.past_writer[cells] = self.writer[cells]
             self.past_time[cells] = self.writer_time[cells]
@@ -387,16 +437,15 @@ class _Run:
 
     def go(self) -> list[Fault]:
         """Execute until all is done or nothing moves."""
-        programs = self.schedule.programs
-        at = [0] * len(programs)
-        ends = [STEPS * len(p) for p in programs]
+        blocks = range(self.schedule.blocks)
+        flat = [[(s, i) for s, p in enumerate(self.sequence) for i in p[b]] for b in blocks]
+        at = [0 for _ in blocks]
         moved = True
-        while moved and len(self.faults) < _MOST:
+        while moved and len(self.faults) < self.most:
             moved = False
-            for core, program in enumerate(programs):
-                while at[core] < ends[core]:
-                    step, i = divmod(at[core], len(program))
-                    item = program[i]
+            for core, items in enumerate(flat):
+                while at[core] < len(items) and len(self.faults) < self.most:
+                    step, item = items[at[core]]
                     if isinstance(item, Compute):
                         self._compute(step, core, item.task)
                     elif not (
@@ -407,12 +456,11 @@ class _Run:
                         break
                     at[core] += 1
                     moved = True
-        if len(self.faults) < _MOST:
-            for core, program in enumerate(programs):
-                if at[core] < ends[core]:
-                    step, i = divmod(at[core], len(program))
-                    self._fault("progress", f"block {core} waits for ever in step {step} at "
-                                f"{program[i]}")  # fmt: skip
+        if len(self.faults) < self.most:
+            for core, items in enumerate(flat):
+                if at[core] < len(items):
+                    step, item = items[at[core]]
+                    self._fault("progress", f"block {core} waits for ever in step {step} at {item}")
         return self.faults
 
 
@@ -423,15 +471,24 @@ def shallow(step: GpuStep) -> GpuStep:
     return replace(step, model=replace(step.model, layers=few))
 
 
-def check_gpu(schedule: GpuSchedule, machine: Machine) -> list[Fault]:
-    """All faults found (at most a handful of each rule); empty means the schedule is safe.
+def check_gpu(schedule: GpuSchedule, machine: Machine, most: int = _MOST) -> list[Fault]:
+    """Faults, of the execution at most `most`; empty means the schedule is safe.
 
     Never raises for a bad schedule.
     """
     faults = block_faults(schedule, machine) + page_faults(schedule) + structure_faults(schedule)
+    faults += prompt_faults(schedule)
     if faults:  # without its tasks and pages there is nothing to execute
         return faults
-    return ring_faults(schedule) or _Run(schedule).go()
+    return ring_faults(schedule) or _Run(schedule, most).go()
 
 
-__all__ = ["STEPS", "block_faults", "check_gpu", "page_faults", "shallow", "structure_faults"]
+__all__ = [
+    "block_faults",
+    "check_gpu",
+    "page_faults",
+    "prompt_faults",
+    "sequence_of",
+    "shallow",
+    "structure_faults",
+]

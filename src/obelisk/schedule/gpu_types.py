@@ -157,12 +157,18 @@ class GpuPages:
 
 @dataclass(frozen=True, slots=True)
 class GpuSchedule:
-    """A whole step, decided: items and rings for each block, pages, and the layers in it."""
+    """A whole step, decided: items and rings for each block, and pages.
+
+    `prompt` are the items of a step in which no slot chooses a token: without the head, and with a
+    grid barrier at its end (empty: there are no such steps). Its rings are those of `rings` up to
+    the head's chunks, which come last; whatever holds for a ring holds for its beginning.
+    """
 
     step: GpuStep
     programs: tuple[GpuProgram, ...]
     rings: tuple[Ring, ...]
     pages: GpuPages
+    prompt: tuple[GpuProgram, ...] = ()
 
     @property
     def blocks(self) -> int:

@@ -115,18 +115,19 @@ class _Builder:
             for task in self._tasks(phase, layer, core):
                 self._run(core, task, phase.tagged)
 
-    def build(self) -> tuple[GpuProgram, ...]:
-        """The whole step."""
+    def build(self) -> tuple[tuple[GpuProgram, ...], tuple[GpuProgram, ...]]:
+        """The whole step, and one of a prompt."""
         for layer in range(self.step.model.layers):
             for phase in self.inner:
                 self.add(phase, layer)
+        prompt = tuple((*p, Meet("step")) for p in self.programs)
         self.add(self.head, -1)
         for core in range(self.blocks):
             task = GpuTask(GpuKind.CHOOSE, core=core)
             if self.step.tiling.sync("head") is EdgeSync.BARRIER:
                 self.programs[core].append(Meet("head@choose"))
             self._run(core, task, frozenset({"head"}))
-        return tuple(tuple(p) for p in self.programs)
+        return tuple(tuple(p) for p in self.programs), prompt
 
     def ring(self, program: GpuProgram) -> Ring:
         """The ring of a block: one object for all blocks with as many units everywhere."""
@@ -198,9 +199,9 @@ def lower(module: ModuleOp, step: GpuStep) -> GpuSchedule:
     }  # fmt: skip
     inner = [p.phase.data for p in repeat_of(module).body.block.ops if isinstance(p, PhaseOp)]
     builder = _Builder(step, [made[n] for n in inner], made["head"])
-    programs = builder.build()
+    programs, prompt = builder.build()
     rings = tuple(builder.ring(p) for p in programs)
-    return GpuSchedule(step, programs, rings, _pages(module))
+    return GpuSchedule(step, programs, rings, _pages(module), prompt)
 
 
 __all__ = ["PRIVATE", "Region", "lower", "make_ring"]
