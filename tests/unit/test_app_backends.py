@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests import fake_cuda
+from tests.cuda_graphs import attention, fused
 
 from obelisk.__main__ import main
 from obelisk.app import backends
@@ -24,7 +26,7 @@ from obelisk.app.profiling import launch_alone, launch_bytes, parse_ncu
 from obelisk.app.report import BaselineRow, CandidateRow, Report, SearchRow
 from obelisk.app.request import restricted
 from obelisk.app.sizing import neighbours
-from obelisk.base.errors import CallError, MissingDependency, UnknownName, UserError
+from obelisk.base.errors import CallError, Infeasible, MissingDependency, UnknownName, UserError
 from obelisk.build.cuda import Cubin, Resources, toolchain
 from obelisk.build.probe import device_facts, machine_of
 from obelisk.ir import DType, KernelGraph, random_inputs, run
@@ -153,8 +155,31 @@ def test_decisions_that_are_left_out() -> None:
         assert left
         assert len(set(left)) == len(left)
         assert all(getattr(o, k) == v for o in left for k, v in change.items())
-    with pytest.raises(UserError, match=r"'magic'.*registers"):
+    with pytest.raises(UserError, match=r"'magic'.*layout"):
         restricted(backend, options, ("magic",))
+
+
+@pytest.mark.parametrize("name", sorted(backend_of("cuda").ablations))
+def test_each_decision_changes_kernels(name: str) -> None:
+    """Leaving a decision out gives other text for some fused graph: the flag is not for show."""
+    backend, machine = backend_of("cuda"), find("sm_90a")
+    changed = 0
+    for graph in (
+        *fused().values(),
+        attention(2, 256, 4096, 64, row_tile=64, split=4, key_tile=64),
+    ):
+        for choice in backend.options(graph, machine):
+            (other,) = restricted(backend, [choice], (name,))
+            if other == choice:
+                continue
+            try:
+                digests = {backend.lower(graph, machine, o).digest for o in (choice, other)}
+            except Infeasible:
+                continue
+            changed += len(digests) == 2
+            if changed:
+                return
+    pytest.fail(f"--no-{name} never changes a kernel")
 
 
 def test_signatures_of_a_device_refuse_what_lies_elsewhere() -> None:
@@ -314,6 +339,28 @@ def test_build_refuses_targets_without_cubins() -> None:
         cuda_target("cpu")
     with pytest.raises(UnknownName, match="sm_75"):
         cuda_target("sm_75")
+
+
+def test_tuning_elsewhere_needs_neither_solver_nor_prover(
+    tmp_path: Path, fresh_cache: Path
+) -> None:
+    """A search's file, tuned by a process that cannot import ortools, egglog or rustworkx."""
+    file, data = tmp_path / "c.json", tmp_path / "t.json"
+    assert main(["search", "ntrans", "--budget", "3s", "--workers", "1", "-o", str(file)]) == 0
+    script = (
+        "import sys\n"
+        "for name in ('ortools', 'egglog', 'rustworkx'): sys.modules[name] = None\n"
+        "from obelisk.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    words = ["tune", str(file), "--budget", "6s", "--json", str(data)]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(data.read_text())
+    assert report["chosen"]["verdict"] in ("proved", "tested")
+    assert any("found for" in note for note in report["notes"])
 
 
 def test_limits_are_those_of_the_machine() -> None:

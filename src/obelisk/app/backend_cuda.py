@@ -102,13 +102,15 @@ class CudaBackend:
     most_items, grow_items, start_seconds = 72, 64, 2.5
     quick, rivals = QUICK, RIVALS
     ablations: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "registers": {"fragments": False},
+        "layout": {"fragments": False},
         "fusion": {"fuse_combine": False},
         "pipeline": {"stages": 1, "bulk": False},
         "groups": {"groups": 1},
         "wgmma": {"wgmma": False},
         "bulk": {"bulk": False},
         "clusters": {"clusters": False},
+        "scales": {"share_scales": False},
+        "sizes": {"row_tile": 0, "column_tile": 0, "splits": 0},
     }
 
     def machine(self, device: str) -> Machine:

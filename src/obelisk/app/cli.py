@@ -46,7 +46,6 @@ from obelisk.base.errors import UserError
 from obelisk.base.settings import settings
 from obelisk.cache import Store
 from obelisk.ir.jsonform import to_json
-from obelisk.ir.svg import to_svg
 from obelisk.ir.text import to_text
 
 app = typer.Typer(
@@ -214,6 +213,8 @@ def show(
     if (svg or lowered or code) and len(entries) != 1:
         raise UserError(f"{program} holds {len(entries)} graphs: choose one with --index")
     if svg is not None:
+        from obelisk.ir.svg import to_svg  # only here: it needs a layout library
+
         svg.write_text(to_svg(graph_of(entries[0])), encoding="utf-8")
     if lowered or code:
         typer.echo(lowered_text(graph_of(entries[0]), target, without, lowered, code))
