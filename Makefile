@@ -9,13 +9,14 @@ BASE := $(VENV)/.stamp-base
 TORCH := $(VENV)/.stamp-torch
 WORKERS ?= 2
 
-.PHONY: help demo test lint bench fuzz lock clean
+.PHONY: help demo test lint bench bench-gpu fuzz lock clean
 
 help:
 	@echo "make demo   superoptimize an attention on this CPU, then synthesise a small model's decode and generate text"
 	@echo "make test   lint, types, layers and the whole test suite"
 	@echo "make lint   only the static checks"
 	@echo "make bench  every named program against numpy, torch eager, torch.compile and SDPA"
+	@echo "make bench-gpu  the same on a GPU, beside every SDPA back end and kernel libraries, too"
 	@echo "make fuzz   200 random small graphs with a new seed"
 	@echo "make lock   write the lock files anew from the newest versions that pyproject.toml allows"
 	@echo "make clean  remove the environment and all caches of this checkout"
@@ -62,6 +63,11 @@ lint: $(BASE)
 bench: $(TORCH)
 	$(BIN)/obelisk bench --json bench/results/cpu.json
 	$(BIN)/python bench/readme_table.py
+
+bench-gpu: $(TORCH)
+	rm -f bench/results/cuda_bench*.json
+	$(BIN)/obelisk bench --device cuda --json bench/results/cuda_bench.json --chart bench/results/cuda_bench.svg
+	$(BIN)/python bench/readme_table.py bench/results/cuda_bench.json
 
 fuzz: $(BASE)
 	$(BIN)/python -m tests.fuzz --seed $$(date +%s) --count 200
