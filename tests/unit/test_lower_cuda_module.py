@@ -217,3 +217,26 @@ def test_limits_of_every_architecture_hold(name: str) -> None:
         for kernel in lower_cuda(graph, described).kernels:
             assert kernel.shared <= described.shared_bytes
             assert 32 <= kernel.threads <= described.threads_per_block
+
+
+@pytest.mark.parametrize(
+    ("start", "wide", "narrow"),
+    [
+        (0, "ob_read<8>", ""),
+        (8, "ob_read<8>", ""),
+        (4, "ob_read<4>", "ob_read<8>"),
+        (1, "", "ob_read<"),
+    ],
+)
+def test_a_view_that_starts_between_boundaries_is_read_in_smaller_pieces(
+    start: int, wide: str, narrow: str
+) -> None:
+    x, w = input_node(0, (16, 128), DType.F16), input_node(1, (64, 64), DType.F16)
+    view = build.slice(x, 1, start, start + 64)
+    text = lower_cuda(make_graph((x,), [build.exp(view)]), H200).kernels[0].source
+    body = text.partition('extern "C"')[2]
+    assert wide in body
+    assert not narrow or narrow not in body
+    product = lower_cuda(make_graph((x, w), [build.matmul(view, w)]), H200).kernels[0].source
+    body = product.partition('extern "C"')[2]
+    assert ("ob_copy_any<" in body) == (start % 8 != 0)

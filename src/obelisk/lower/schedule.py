@@ -44,10 +44,13 @@ _ACCUMULATORS = (Op.ACCUM_SUM, Op.ACCUM_MAX, Op.ACCUM_RESCALE)
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A kernel tensor as the kernel sees it: its dtype and element strides."""
+    """A kernel tensor as the kernel sees it: its dtype, element strides, and by how many elements
+    its start misses a 16-byte boundary.
+    """
 
     dtype: DType
     strides: tuple[int, ...]
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from obelisk.lower.cuda.cluster import Clustered
 from obelisk.lower.cuda.combine import Gathering
 from obelisk.lower.cuda.layout import Layout, column_dim, row_dim, up
 from obelisk.lower.cuda.options import CudaOptions, TensorMap
-from obelisk.lower.cuda.product import LINE, WIDE_COLUMNS, WIDE_ROWS, Stage
+from obelisk.lower.cuda.product import LINE, VECTOR, WIDE_COLUMNS, WIDE_ROWS, Stage
 from obelisk.lower.cuda.values import ACCUMULATORS, Text, Value, base_of
 from obelisk.lower.schedule import Operand
 from obelisk.machine.description import Feature, Machine
@@ -238,7 +238,8 @@ class Fragments(Clustered):
             swizzled = (self.wide or (self.bulk and loop)) and width % WIDE_COLUMNS == 0
             stride = 0 if swizzled else (width // 8 | 1) * 16
             _, moves = self.load_moves(node)
-            fast = step == 1 and all(s % 8 == 0 for s in (rs, *moves))
+            steps = (rs, *moves, self.params[node.attrs.index].start)
+            fast = step == 1 and all(s % VECTOR == 0 for s in steps)
             offset = up(sizes[loop], ALIGNMENT) if swizzled else sizes[loop]
             stage = Stage(node, ra, ia, height, width, stride, offset, loop, fast)
             self.stages[node] = stage
@@ -283,7 +284,9 @@ class Fragments(Clustered):
         (ra, rs), (ia, step) = self.tile_dims(node)
         height, width = self._tile_size(node)
         extents = self.axes.axes[ra], self.axes.axes[ia]
-        if step != 1 or rs % 8 or any(a.split is not None for a in extents):
+        if step != 1 or rs % VECTOR or self.params[node.attrs.index].start:
+            return None
+        if any(a.split is not None for a in extents):
             return None
         if (height, width) != tuple(a.extent for a in extents) or width % WIDE_COLUMNS:
             return None

@@ -33,6 +33,7 @@ from obelisk.lower.tile import Binding, Call, Kernel, Tensor, TensorKind, TilePr
 from obelisk.machine.description import Feature, Machine, MachineKind
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
+ALIGNMENT = 16  # bytes, of every tensor's start
 ARENA_LIMIT = 1 << 30  # bytes of tiles of a block; beyond shared memory they lie in device memory
 SCRATCH_LIMIT = 1 << 36
 LINE = 64  # columns of a whole line of a swizzled tile
@@ -138,10 +139,12 @@ class _Lowering:
             places = tuple(where.get(b) for b in after[0].params)
             then = after[1]
             last = Last(flatten(then.block), then.params, then.results, places)
+        params = tuple(
+            replace(p, start=self.pointer(b).offset % ALIGNMENT // int(p.dtype.nbytes))
+            for p, b in zip(source.params, call.params, strict=True)
+        )
         try:
-            made = register_kernel(
-                block, source.params, source.results, last, self.machine, self.options
-            )
+            made = register_kernel(block, params, source.results, last, self.machine, self.options)
         except Infeasible as reason:
             self.refusals.append(str(reason))
             return False

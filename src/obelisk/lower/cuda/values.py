@@ -627,6 +627,8 @@ class Values:
         value = Value(self.name("x"), axes, kind)
         strides, moves = self.load_moves(node)
         n = self.vector(node, dtype, strides, moves, layout) if kind == "f" else 1
+        while self.params[node.attrs.index].start % n:
+            n //= 2
         self.declare(text, value, layout)
         base = self.name("p")
         start = self.load_start(moves)
