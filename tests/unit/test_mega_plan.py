@@ -96,7 +96,7 @@ def test_this_host_describes_itself_the_same_way_every_time() -> None:
 
 
 def test_checkpoints_of_16_bits_are_read(tmp_path: Path) -> None:
-    """bf16 and fp16 as float32, in a process that imports the runtime alone; other types by name."""
+    """bf16 and fp16 as float32, where only the runtime is imported; other types by name."""
     header = {
         "a.weight": {"dtype": "BF16", "shape": [1, 3], "data_offsets": [0, 6]},
         "b": {"dtype": "F16", "shape": [2], "data_offsets": [6, 10]},
@@ -109,7 +109,8 @@ def test_checkpoints_of_16_bits_are_read(tmp_path: Path) -> None:
         "import sys\n"
         "from obelisk.base.errors import UserError\n"
         "from obelisk.runtime import Checkpoint\n"
-        "c = Checkpoint(sys.argv[1]); print(c.tensor('a.weight').tolist(), c.tensor('b').tolist())\n"
+        "c = Checkpoint(sys.argv[1])\n"
+        "print(c.tensor('a.weight').tolist(), c.tensor('b').tolist())\n"
         "try: print(c.tensor('c').tolist())\n"
         "except UserError as e: print(e)\n"
     )

@@ -287,9 +287,14 @@ def generate(
     if not ids:
         text = Tokenizer(folder).decode(result.tokens) if prompt is not None else None
         typer.echo(text if text is not None else " ".join(map(str, result.tokens)))
-    steps, seconds = engine.timing.steps, engine.timing.seconds
+    timing = engine.timing
+    steps, seconds = timing.steps, timing.seconds
+    before = (
+        f"; {timing.prefilled} tokens of the prompt in {timing.prefill_seconds:.3f} s"
+        if timing.prefilled else ""
+    )  # fmt: skip
     typer.echo(
-        f"{len(result.tokens)} tokens ({result.reason}); {steps} steps in {seconds:.3f} s, "
+        f"{len(result.tokens)} tokens ({result.reason}){before}; {steps} steps in {seconds:.3f} s, "
         f"{steps / seconds if seconds else 0:.0f} a second",
         err=True,
     )
@@ -299,7 +304,8 @@ def generate(
         json_file,
         {
             "prompt": tokens, "tokens": list(result.tokens), "reason": result.reason,
-            "steps": steps, "seconds": seconds,
+            "steps": steps, "seconds": seconds, "prefilled": timing.prefilled,
+            "prefill_seconds": timing.prefill_seconds,
         },
     )  # fmt: skip
 
@@ -342,7 +348,8 @@ def plan_show(
                      f"vocabulary {m['vocab']}, {'tied' if m['tied'] else 'separate'} head",
             "model digest": plan.model_digest,
             "weights": f"{plan.weights_path} ({len(plan.weights_digests)} files)",
-            "workload": f"batch {w['batch']}, context {w['context']}, {w['weights']}",
+            "workload": f"batch {w['batch']}, context {w['context']}, {w['weights']}"
+                        + (f" in groups of {w['group']}" if "group" in w else ""),
             **_decided(plan),
             "memory": f"weights {show_bytes(plan.layout.total_bytes)}, "
                       f"cache {show_bytes(plan.cache.nbytes)}, "
