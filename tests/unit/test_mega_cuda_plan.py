@@ -102,8 +102,6 @@ def test_the_launch_record_is_the_kernels() -> None:
         matched = re.match(r"(?:const )?(char|u64|u32|int|float|om_fault)\s*(.*)", line, re.S)
         assert matched is not None, line
         kind, rest = matched.groups()
-            r"((?:const )?(?:char|u64|u32|int|float|om_fault))\s*(.*)", line, re.S
-        ).groups()  # type: ignore[union-attr]
         for item in (x.strip() for x in rest.split(",")):
             name = re.sub(r"[*\[\]]|OM_SLOTS", "", item).strip()
             wide = 8 if item.startswith("*") or kind == "u64" else 4
