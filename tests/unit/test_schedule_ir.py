@@ -201,6 +201,20 @@ def test_order_keeps_the_dag_within_the_registers() -> None:
         run(setting(registers=8), "order")
 
 
+def test_inputs_are_loaded_while_the_chunk_is_awaited() -> None:
+    """What needs no copy is issued before the wait, as in the kernel's text (`om_product` reads the
+    inputs of a chunk into registers, then waits for its weights).
+    """
+    phase = next(p for p, _ in phases(run(setting(), "order")) if p.phase.data == "up")
+    names = [op.name for op in micro_operations(phase) if op.role.data == "consumer"]
+    wait = names.index("micro.wait")
+    assert names[:wait] == ["micro.load"] * wait
+    assert wait == names.count("micro.load")
+    assert names.index("micro.release") > max(
+        i for i, n in enumerate(names) if n == "micro.fragment"
+    )
+
+
 def _brute(dag: list[Node], limit: int) -> int:
     """The least cycles of any order that keeps within the registers."""
     best = 10**9

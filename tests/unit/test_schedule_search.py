@@ -260,3 +260,17 @@ def test_a_search_without_time_still_answers() -> None:
     assert not account.finished
     with pytest.raises(Infeasible, match="weights as bf16, fp16, not fp32"):
         search_gpu(model, Workload(), ADA)
+
+
+def test_more_context_is_cut_into_more_pieces() -> None:
+    """The context decides the pieces of attention; more of it never costs less."""
+    model = gpu_model("SmolLM2-135M")
+    found = [
+        search_gpu(model, bf16(1, context), H200, keep=1, judged=0, limit=50)[0][0]
+        for context in (64, 4096, 32768)
+    ]
+    pieces = [c.tiling.kv_pieces for c in found]
+    assert pieces == sorted(pieces)
+    assert pieces[0] < pieces[-1]
+    times = [c.timeline.seconds for c in found]
+    assert times == sorted(times)
