@@ -10,6 +10,8 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +20,15 @@ from tests import fake_cuda
 import obelisk as ob
 from obelisk.app import backend_cuda
 from obelisk.app.backends import backend_of
+from obelisk.app.calls import Bound
+from obelisk.app.cuda_calls import REMEMBERED, _Loaded
 from obelisk.app.pipeline import optimize_given
 from obelisk.app.profiling import profile
 from obelisk.base.errors import BuildFailed, CallError, UserError
 from obelisk.build.cuda import Cubin, Resources
+from obelisk.build.device import CudaLibrary
 from obelisk.ir import Graph, KernelGraph
+from obelisk.lower.cuda import CudaKernel, CudaLaunch, CudaModule, Place, Pointer
 from obelisk.search import Budget, read_candidates, search, write_candidates
 from obelisk.tune import Rig
 
@@ -123,6 +129,83 @@ def test_candidates_of_another_machine_are_judged_here(
     other.output(other.exp(other.input((4, 4), name="x")))
     with pytest.raises(UserError, match="candidates are of squares, not of other"):
         optimize_given(other.freeze(), found, device="cuda")
+
+
+def test_sizes_that_cannot_be_made_cost_no_run(
+    compiled: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault in making siblings is counted; what was found is measured all the same."""
+
+    def broken(*_: object) -> list[Graph]:
+        raise ZeroDivisionError("no sizes")
+
+    monkeypatch.setattr(backend_cuda, "neighbours", broken)
+    best = ob.optimize(program(), device="cuda", budget=4.0, baselines=(), cache=False)
+    assert best.report.chosen.status == "ok"
+    assert best.report.failures["sizing failed"] >= 1
+
+
+class HostTorch:
+    """As much of torch as calls need, on host memory."""
+
+    uint8 = "uint8"
+
+    class Memory:
+        def __init__(self, size: int) -> None:
+            self.data = np.zeros(max(size, 1), np.uint8)
+
+        def data_ptr(self) -> int:
+            return int(self.data.ctypes.data)
+
+    class cuda:
+        @staticmethod
+        def Stream() -> Any:
+            return SimpleNamespace(cuda_stream=99)
+
+        @staticmethod
+        def synchronize() -> None:
+            """Nothing runs behind anybody's back here."""
+
+    @staticmethod
+    def empty(size: int, dtype: str, device: str) -> Memory:
+        return HostTorch.Memory(size)
+
+    zeros = empty
+
+
+def test_several_launches_become_one_graph_when_they_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """x to the fourth in two launches: every call is right, the second on the same addresses is
+    recorded, and what is no longer remembered is freed.
+    """
+    driver = fake_cuda.install(lambda name, made: monkeypatch.setitem(sys.modules, name, made))
+    kernel = CudaKernel("obelisk_kernel", "", 1, 32, 0)
+    ends = ((Place.INPUT, Place.SCRATCH), (Place.SCRATCH, Place.OUTPUT))
+    launches = tuple(CudaLaunch(0, tuple(Pointer(p, 0, 0) for p in x), "") for x in ends)
+    module = CudaModule((kernel,), launches, fake_cuda.COUNT * 4, 1, "m", ())
+    library = CudaLibrary(module, [json.dumps({"act": "squares", "arguments": 2}).encode()])
+    loaded = _Loaded(HostTorch, library)
+    x, y = (np.zeros(fake_cuda.COUNT, np.float32) for _ in range(2))
+    bound = Bound([x.ctypes.data], [y.ctypes.data], (), 0)
+    for turn in range(4):
+        x[:] = np.random.default_rng(turn).standard_normal(fake_cuda.COUNT)
+        loaded.run(HostTorch, bound, 7)
+        np.testing.assert_allclose(y, x**4, rtol=1e-5)
+        (call,) = loaded.calls.values()
+        assert (call.graph is None) == (turn == 0)
+    freed: list[int] = []
+    monkeypatch.setattr(driver, "cuGraphExecDestroy", lambda g: (freed.append(g), (0,))[1])
+    others = [np.zeros(fake_cuda.COUNT, np.float32) for _ in range(REMEMBERED)]
+    for other in others:
+        loaded.run(HostTorch, Bound([x.ctypes.data], [other.ctypes.data], (), 0), 7)
+        np.testing.assert_allclose(other, x**4, rtol=1e-5)
+    assert len(loaded.calls) == REMEMBERED
+    assert len(freed) == 1
+    slots = len(loaded.free)
+    loaded.record(HostTorch, bound, 7)
+    assert len(loaded.free) == slots - 1
+    assert len(loaded.scratch) == 1
 
 
 def test_a_device_that_faults_on_everything_is_said_so(

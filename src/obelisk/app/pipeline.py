@@ -398,13 +398,20 @@ class _Run:
             if i == 0 or not self._promising(i) or kind in structures:
                 continue
             structures.add(kind)
-            siblings = request.backend.siblings(self.candidates[i].graph, request.machine)
-            for rank, graph in enumerate(siblings):
+            for rank, graph in enumerate(self._siblings(i, self.candidates[i].graph)):
                 if graph.digest not in known:
                     known.add(graph.digest)
                     more.append((rank, estimate(graph, request.machine).seconds, i, graph))
         more.sort(key=lambda m: m[:3])
         return own + [(i, g) for _, _, i, g in more]
+
+    def _siblings(self, candidate: int, graph: Graph) -> Sequence[Graph]:
+        """Other sizes of a graph; none where a fault of ours keeps them from being made."""
+        try:
+            return self.request.backend.siblings(graph, self.request.machine)
+        except Exception as error:
+            self._fell(candidate, "sizing failed", error)
+            return ()
 
     def _promising(self, candidate: int) -> bool:
         """Whether the model thinks it worth more than one try (where tries are not few anyway)."""
@@ -513,7 +520,7 @@ class _Run:
 
     def _grow(self, seconds: Sequence[float | None]) -> list[TuneItem]:
         """Further lowerings of what is fastest so far: every choice, at neighbouring sizes too."""
-        request, most = self.request, self.request.backend.grow_items
+        most = self.request.backend.grow_items
         timed = sorted((s, i) for i, s in enumerate(seconds) if s is not None)
         leaders: dict[str, tuple[int, Graph]] = {}
         for _, i in timed:
@@ -524,12 +531,13 @@ class _Run:
         pool = list(leaders.values())
         for i, graph in pool[:2]:
             known = {g.digest for _, g in pool}
-            near = request.backend.siblings(graph, request.machine)
+            near = self._siblings(i, graph)
             pool += [(i, g) for g in near if g.digest not in known][:GROWN_FROM]
-        for choice in range(max((self._choices(g) for _, g in pool), default=0)):
-            for i, graph in pool:
-                if len(self.lowered) - before < most:
-                    self._lower(i, graph, choice)
+        # The first have the most choices tried: rank and number of the choice count alike.
+        order = [(p + c, p, c) for p, (_, g) in enumerate(pool) for c in range(self._choices(g))]
+        for _, p, choice in sorted(order):
+            if len(self.lowered) - before < most:
+                self._lower(*pool[p], choice)
         new = [item for item in self.lowered[before:] if not item.made.slow]
         self.lowered[before:] = new
         for item in new:
