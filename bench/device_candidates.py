@@ -10,53 +10,17 @@ halved, doubled and quartered, so that the device can rank them (`device_subgrap
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 from obelisk.app.loading import load_program
-from obelisk.base.errors import UserError
+from obelisk.app.sizing import neighbours
 from obelisk.ir import Graph
-from obelisk.ir.resize import blocks_of, resize
 from obelisk.ir.text import to_text
 from obelisk.machine import Machine, find
 from obelisk.search import Budget, search
 
 SEPARATOR = "\n#----\n"
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 MOST = 120
-
-
-def shared_axes(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """How many leading grid axes a kernel and its combining kernel cut alike."""
-    n = 0
-    while n < min(len(first), len(second)) and first[n] == second[n]:
-        n += 1
-    return n
-
-
-def neighbours(graph: Graph, machine: Machine) -> Iterator[Graph]:
-    """The graph's structure at other sizes of its first kernel; a combining kernel follows."""
-    blocks = blocks_of(graph)
-    shapes = [x.shape for x in graph.inputs]
-    first = blocks[0]
-    for factors in itertools.product(FACTORS, repeat=len(first.grid)):
-        grid = tuple(max(1, round(n * f)) for n, f in zip(first.grid, factors, strict=True))
-        total = 1
-        for n in grid:
-            total *= n
-        if not machine.cores // 5 <= total <= 5 * machine.cores:
-            continue
-        grids = {first: grid}
-        for other in blocks[1:]:
-            n = shared_axes(first.grid, other.grid)
-            grids[other] = (*grid[:n], *other.grid[n:])
-        for factor in FACTORS if first.loop > 1 else (1.0,):
-            loops = {first: max(2, round(first.loop * factor))} if first.loop > 1 else {}
-            try:
-                yield resize(graph, shapes, grids=grids, loops=loops)
-            except UserError:  # sizes that leave gaps or do not divide
-                continue
 
 
 def candidates(name: str, batch: int, machine: Machine, seconds: float) -> list[Graph]:
