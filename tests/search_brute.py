@@ -5,7 +5,7 @@ Under one schedule it forms every sequence of at most `most` operators, runs eac
 random input the way a block runs (the loop in two iterations, accumulators across them), and
 reports those whose result is the target. Left out are sequences with an operator that nothing
 reads, and of sequences that differ by the order of independent operators all but one. A program
-with a division has the constant one too, for reciprocals.
+with a division has the constant one too, for reciprocals (and for nothing else).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _BINARY: dict[Op, Callable[[Array, Array], Array]] = {
     Op.ADD: np.add, Op.SUB: np.subtract, Op.MUL: np.multiply, Op.DIV: np.divide,
     Op.MAX: np.maximum,
 }  # fmt: skip
+ONE = ("one",)  # the numerator of reciprocals
 _COMMUTES = (Op.ADD, Op.MUL, Op.MAX)
 
 
@@ -82,8 +83,8 @@ class Enumerator:
             if node.op is Op.CONST:
                 data = np.full((1,), node.attrs.value)
                 self.start.append(Tile(("const", node.attrs.value), (), INVARIANT, data))
-        if Op.DIV in self.allowed and all(s.step != ("const", 1.0) for s in self.start):
-            self.start.append(Tile(("const", 1.0), (), INVARIANT, np.ones(1)))
+        if Op.DIV in self.allowed:
+            self.start.append(Tile(ONE, (), INVARIANT, np.ones(1)))
         (target,) = segment.targets
         self.target_dims = segment.dims[target]
         self.want = self._cut(np.asarray(run(program, inputs)[0], np.float64), self.target_dims)
@@ -133,6 +134,8 @@ class Enumerator:
         everything = range(len(values))
         for i in everything if not ends else ends if len(ends) == 1 else ():
             v = values[i]
+            if v.step == ONE:
+                continue
             yield from ((op, i) for op in _UNARY if op in self.allowed)
             if Op.SUM in self.allowed:
                 yield from ((Op.SUM, i, d) for d, axis in enumerate(v.dims) if axis is not None)
@@ -141,6 +144,10 @@ class Enumerator:
         binary = [op for op in _BINARY if op in self.allowed]
         for i, j in itertools.product(everything, everything):
             if not ends <= {i, j}:
+                continue
+            if ONE in (values[i].step, values[j].step):
+                if values[j].step != ONE and Op.DIV in self.allowed:
+                    yield (Op.DIV, i, j)
                 continue
             yield from ((op, i, j) for op in binary if op not in _COMMUTES or i <= j)
             if Op.MATMUL in self.allowed:

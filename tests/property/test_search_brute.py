@@ -125,7 +125,7 @@ def weight(kernel: Kernel, synthesis: Synthesis) -> float:
         elif name is Op.SUM or name == "accum_sum":
             before = kernel.steps[tile.step[1]]
             total += synthesis.work(before.dims, None, stages.get(before.stage, Stage.POST))
-        elif name != "const":
+        elif name not in ("const", "one"):
             last = kernel.steps[tile.step[-1]].dims
             axis = kernel.steps[tile.step[1]].dims[-1] if name is Op.MATMUL else None
             total += synthesis.weight(name, tile.dims, last, axis, stage)

@@ -77,7 +77,7 @@ def test_a_stopped_search_goes_on_without_repeating_a_unit(
     """Interrupted at half: the second run does only the rest, and the end is the same."""
     monkeypatch.setattr(driver, "REPORT_SECONDS", 0.0)
     monkeypatch.setattr(units, "TICK_SECONDS", 0.0)
-    program, file = load_program("rmsnorm"), tmp_path / "half.json"
+    program, file = load_program("mlp"), tmp_path / "half.json"
     whole = search(program, CPU, workers=1)
     everything = list(recorded)
     recorded.clear()

@@ -87,7 +87,7 @@ class _Job:
         for skeleton, sketch in self.sketches:
             better = refined.get(skeleton.key)
             begun = self.begun.get(better.key, 0.0) if better else 0.0
-            found = [choice(skeleton, *x, begun + moment) for x, moment in _timed(better)]
+            found = [choice(skeleton, z, s, begun + m) for (z, s), m in _timed(better)]
             out += found or [sketch]
         out.sort(key=lambda c: (c.seconds, repr(c.sizes)))
         return out
@@ -170,7 +170,7 @@ class _Search:
                 wanted = partition.wanted()
             if not wanted:
                 return
-            wanted.sort(key=lambda i: (i.start - i.stop, i.start))  # long ones first: no long tail
+            wanted.sort(key=lambda i: (i.stop - i.start, i.start))  # short ones are there soon
             jobs = [(interval, self._job(interval)) for interval in wanted]
             try:
                 self._wait()

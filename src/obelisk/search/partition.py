@@ -24,8 +24,12 @@ from obelisk.search.skeleton import Sizes, Skeleton
 
 _FREE = frozenset({Op.INPUT, Op.CONST, Op.SIZE, Op.IOTA})
 
-# An unsearched interval is expected to take this times its roofline, or less if a searched one did.
+# An unsearched interval is expected to take this times its roofline, or more if no single operator
+# comes so near by the cost model, or less if a searched interval did.
 EXPECTED = 1.5
+
+
+WORTH = 0.1  # share of the time that a further cover has to promise
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,10 @@ class Partition:
             ]
         )
         self.position = {n: i for i, n in enumerate(self.order)}
-        self.efficiency = EXPECTED
+        self._ends = self._reaches()
+        self._asked = (
+            False  # whether some interval was asked for: the first path is always searched
+        )
         on_gpu = machine.kind is MachineKind.CUDA
         least = machine.launch_seconds + machine.latency
         self._launch = least if on_gpu else LONE_LAUNCH
@@ -146,12 +153,35 @@ class Partition:
         for o in graph.outputs:
             self._last[o] = len(self.order)
         self._views_inherit()
+        self.efficiency = max(EXPECTED, self._least_ratio())
 
     def _is_free_view(self, node: Node) -> bool:
         """A view of an input costs nothing and never needs a kernel."""
         while node.op in VIEWS:
             node = node.inputs[0]
         return node.op in (Op.INPUT, Op.CONST, Op.IOTA)
+
+    def _reaches(self) -> list[int]:
+        """For each position the end of the longest interval from it without an operator that no
+        kernel does on a value of its own: a concatenation, or a view other than a transpose.
+        """
+        first: list[int] = []  # where an interval with this operator may begin at the earliest
+        for at, node in enumerate(self.order):
+            base = node.inputs[0] if node.inputs else node
+            if node.op in VIEWS and node.op is not Op.TRANSPOSE:
+                while base.op in VIEWS:
+                    base = base.inputs[0]
+                first.append(self.position.get(base, -1) + 1)
+            else:
+                first.append(at if node.op is Op.CONCAT else 0)
+        ends, end = [], len(self.order)
+        for start in reversed(range(len(self.order))):
+            stop = next((p for p in range(start, min(end, len(first))) if first[p] > start), end)
+            end = min(end, stop)
+            if self.order[start].op is Op.CONCAT:
+                end = start + 1
+            ends.append(end)
+        return ends[::-1]
 
     def _reader(self, node: Node) -> int:
         return self.position.get(node, -1)
@@ -165,10 +195,21 @@ class Partition:
     def _primitive_seconds(self, node: Node) -> float:
         if node.op in VIEWS:
             return 0.0
-        return estimate(standalone_node(node), self.machine).seconds
+        return estimate(standalone(node.inputs, [node]), self.machine).seconds
+
+    def _least_ratio(self) -> float:
+        """The nearest that an operator alone comes to its bound by the cost model."""
+        ratios = []
+        for i, node in enumerate(self.order):
+            alone = self.interval(i, i + 1)
+            if alone is not None and alone.segment is not None and alone.bound > 0:
+                ratios.append((self._primitive[node] - self._launch) / alone.bound)
+        return min(ratios, default=0.0)
 
     def interval(self, i: int, j: int) -> Interval | None:
         """The interval i..j-1, or None if it cannot be one kernel."""
+        if j - i > 1 and j > self._ends[i]:
+            return None
         if (i, j) not in self._intervals:
             self._intervals[(i, j)] = self._make(i, j)
         return self._intervals[(i, j)]
@@ -185,7 +226,7 @@ class Partition:
                 seconds = self._primitive[nodes[0]]
                 return Interval(nodes, None, seconds, i, j, [], seconds)
             return None
-        bound = roofline(standalone(segment, segment.targets), self.machine)
+        bound = roofline(standalone(segment.leaves, segment.targets), self.machine)
         return Interval(nodes, segment, bound, i, j)
 
     def settle(self, interval: Interval, choices: Sequence[Choice]) -> None:
@@ -238,11 +279,18 @@ class Partition:
         return Cover(tuple(path), best[n], all(p.seconds is not None for p in path))
 
     def wanted(self) -> list[Interval]:
-        """The intervals of the shortest path that are not searched yet; none when it is the
-        optimum.
+        """The intervals of the shortest path that are not searched yet; none when no path is
+        expected to be clearly shorter than the best searched one.
         """
         cover = self.shortest(known_only=False)
-        return [] if cover is None else [p for p in cover.intervals if p.seconds is None]
+        if cover is None:
+            return []
+        asked = [p for p in cover.intervals if p.seconds is None]
+        known = self.shortest(known_only=True) if asked and self._asked else None
+        self._asked = True
+        if known is not None and cover.seconds > known.seconds * (1 - WORTH):
+            return []
+        return asked
 
     def assemble(
         self, cover: Cover, choice: Callable[[Interval], Instance | None]
@@ -260,11 +308,6 @@ class Partition:
                 for target, result in zip(interval.segment.targets, instance.results, strict=True):
                     replaced[target] = _rebuild(result, replaced)
         return tuple(_rebuild(o, replaced) for o in self.graph.outputs)
-
-
-def standalone_node(node: Node) -> Graph:
-    """One operator as a graph, for the cost model."""
-    return Graph(node.inputs, (node,), ("",) * len(node.inputs), ("",))
 
 
 def _rebuild(node: Node, replaced: dict[Node, Node]) -> Node:

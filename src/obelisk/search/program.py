@@ -22,6 +22,7 @@ class Program:
     def __init__(self, segment: Segment, seed: int) -> None:
         self.segment = segment
         self.terms = Terms()
+        self._combined: dict[tuple[Any, ...], tuple[Poly, str]] = {}
         self.poly: dict[Node, Poly] = {}
         self.tiny: dict[Node, F.Pair] = {}
         self.raw_exponents: set[int] = set()  # what the program exponentiates, as it stands
@@ -55,6 +56,25 @@ class Program:
         if any(all(i.op is Op.MATMUL for i in n.inputs) for n in products):
             out.append(Mode(joined=True))
         return out
+
+    def combined(self, op: Op, polys: tuple[Poly, ...], axis: Axis | None) -> tuple[Poly, str]:
+        """The normal form of an operator's result, and the rule that drops it: "cancellation",
+        "goal" or "".
+        """
+        key = (op, axis, *(p.id for p in polys))
+        found = self._combined.get(key)
+        if found is None:
+            found = self._combined[key] = self._combine(op, polys, axis)
+        return found
+
+    def _combine(self, op: Op, polys: tuple[Poly, ...], axis: Axis | None) -> tuple[Poly, str]:
+        t = self.terms
+        poly = apply_poly(t, op, list(polys), axis)
+        if op in (Op.MUL, Op.DIV, Op.MATMUL) and t.cancels(poly, *polys):
+            return poly, "cancellation"
+        if op in (Op.ADD, Op.SUB) and t.drops(poly, polys[0], polys[1]):
+            return poly, "cancellation"
+        return poly, "" if self.goal.useful(poly) else "goal"
 
     def size_axis(self, node: Node) -> Axis | None:
         """The axis whose extent a size node stands for (None: extent 1)."""

@@ -15,7 +15,11 @@ from math import prod
 from obelisk.base.errors import UserError
 from obelisk.ir import BlockGraph, Graph, Node, Op
 from obelisk.ir.block import ceil_div
+from obelisk.ir.build import const, input_node
+from obelisk.ir.node import make
+from obelisk.ir.table import size_value
 from obelisk.machine import Cost, Machine, MachineKind, capacity, estimate
+from obelisk.machine.traffic import strides_of
 from obelisk.search.axes import Axis, Segment
 from obelisk.search.skeleton import THREADS, Sizes, Skeleton, instantiate
 
@@ -74,11 +78,32 @@ def thread_choices(machine: Machine) -> list[int]:
     return [machine.warp << i for i in counts]
 
 
-def standalone(segment: Segment, results: Sequence[Node]) -> Graph:
-    """A segment's kernels as a graph for the cost model (inputs are whatever tensors the segment
-    reads).
+def standalone(leaves: Sequence[Node], results: Sequence[Node]) -> Graph:
+    """Kernels or operators on these leaves as a graph for the cost model: the leaves become inputs
+    that lie as they do, so that nothing that made them is counted.
     """
-    return Graph(segment.leaves, tuple(results), ("",) * len(segment.leaves), ("",) * len(results))
+    new: dict[Node, Node] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.op in (Op.IOTA, Op.CONST):
+            new[leaf] = leaf
+        elif leaf.op is Op.SIZE:
+            new[leaf] = const(float(size_value(leaf)))
+        else:
+            new[leaf] = input_node(i, leaf.shape, leaf.dtype, strides_of(leaf))
+    for root in results:
+        stack = [(root, False)]
+        while stack:
+            node, ready = stack.pop()
+            if node in new:
+                continue
+            if ready or not node.inputs:
+                inputs = tuple(new[i] for i in node.inputs)
+                new[node] = make(node.op, inputs, node.attrs) if inputs else node
+            else:
+                stack += [(node, True), *((i, False) for i in node.inputs)]
+    made = tuple(new[i] for i in leaves)
+    outputs = tuple(new[r] for r in results)
+    return Graph(made, outputs, ("",) * len(made), ("",) * len(outputs))
 
 
 class Sizer:
@@ -110,7 +135,7 @@ class Sizer:
                 if capacity(block, self.machine) is not None:
                     self.counts.too_big += 1
                     return None
-        cost = estimate(standalone(self.segment, results), self.machine)
+        cost = estimate(standalone(self.segment.leaves, results), self.machine)
         found = Instance(self.skeleton, sizes, tuple(results), cost)
         self.known[sizes] = found
         return found
@@ -178,7 +203,8 @@ class Sizer:
             for n in part_choices(extents[split], machine):
                 if 1 < n <= 4 * machine.cores:
                     yield replace(sizes, split=n)
-        yield from self._trades(sizes)
+        if machine.kind is MachineKind.CUDA:
+            yield from self._trades(sizes)
         for n in self.threads:
             if n != sizes.threads:
                 yield replace(sizes, threads=n)

@@ -23,8 +23,9 @@ import numpy as np
 from obelisk.ir import Node, Op
 from obelisk.search import field as F
 from obelisk.search.axes import Axis, Dims
-from obelisk.search.program import Program, aligned, apply_field, apply_poly
+from obelisk.search.program import Program, aligned, apply_field
 from obelisk.search.terms import Poly
+from obelisk.search.tiles import both, broadcast, given, led, meet, rescaled, running, turned
 from obelisk.search.value import COMBINED, LEAD, LOOP_AT, Counts, Mode, Schedule, Stage, Value
 
 _UNARY = (
@@ -81,6 +82,7 @@ class Synthesis:
         self._queue: list[tuple[float, int]] = []
         self._ready: list[Value] = []
         self._done: set[int] = set()
+        self._work: dict[tuple[Dims, Axis | None, Stage], float] = {}
         self._by_poly: dict[int, list[Value]] = {}
         self._ops = program.segment.ops
         self._turned = [n for n in program.segment.nodes if n.op is Op.TRANSPOSE]
@@ -120,6 +122,12 @@ class Synthesis:
 
     def work(self, dims: Dims, extra: Axis | None, phase: Stage) -> float:
         """Elements that a step touches over the whole kernel (replication by the grid aside)."""
+        key = (dims, extra, phase)
+        if key not in self._work:
+            self._work[key] = self._elements(dims, extra, phase)
+        return self._work[key]
+
+    def _elements(self, dims: Dims, extra: Axis | None, phase: Stage) -> float:
         axes = {a for a in dims if a is not None and a != self._pseudo}
         if extra is not None:
             axes.add(extra)
@@ -267,7 +275,7 @@ class Synthesis:
             if self.schedule.loop is None:
                 phase = Stage.INVARIANT
             weight = self.work(dims, None, phase) * 0.5
-            self.offer(("load", i), (), dims, phase, self.program.poly[leaf], weight, _given(data))
+            self.offer(("load", i), (), dims, phase, self.program.poly[leaf], weight, given(data))
         for node in self.segment.nodes:
             if node.op is Op.CONST:
                 step: tuple[Any, ...] = ("const", node.attrs.value)
@@ -288,7 +296,7 @@ class Synthesis:
                 Stage.INVARIANT,
                 self.program.poly[node],
                 0.0,
-                _given(lead),
+                given(lead),
                 gauge=True,
             )
 
@@ -323,9 +331,7 @@ class Synthesis:
                 v.phase,
                 v.poly,
                 TURN * self.work(v.dims, None, v.phase),
-                lambda axes=axes: tuple(  # type: ignore[misc]
-                    None if x is None else x.transpose(axes) for x in v.data
-                ),
+                lambda axes=axes: turned(v.data, axes),  # type: ignore[misc]
                 partial=v.partial,
                 open_fold=v.open,
             )
@@ -400,7 +406,7 @@ class Synthesis:
             return
         # (blocks, 1, tile...) -> (1, 1, blocks, tile...)
         p, q = v.data
-        data = (_led(p), None if q is None else _led(q))
+        data = (led(p), None if q is None else led(q))
         dims = (self._pseudo, *v.dims)
         self.offer(
             ("cross", v.id),
@@ -409,7 +415,7 @@ class Synthesis:
             Stage.COMBINE,
             v.poly,
             16 * self.work(v.dims, None, v.phase),
-            _given(data),
+            given(data),
             partial=v.open,
             peak=v.peak,
         )
@@ -428,7 +434,7 @@ class Synthesis:
             return
 
         def compute() -> F.Pair:
-            a, b = _both(v, m)
+            a, b = both(v, m)
             return F.mul(a, F.exp(F.linear(b, F.peak(b, LEAD), -1)))
 
         self.offer(
@@ -481,7 +487,7 @@ class Synthesis:
         if v.partial == "max":
             for name, phase, compute in (
                 ("accum_max", Stage.POST, lambda: F.peak(v.data, loop_axis)),
-                ("running_max", Stage.LOOP, lambda: _running(v.data, loop_axis)),
+                ("running_max", Stage.LOOP, lambda: running(v.data, loop_axis)),
             ):
                 if name == "running_max" and not self.online:
                     continue
@@ -506,7 +512,7 @@ class Synthesis:
                 Stage.POST,
                 v.poly,
                 weight * 3,
-                lambda: _rescaled(v.data, m.data, loop_axis),
+                lambda: rescaled(v.data, m.data, loop_axis),
                 peak=m.id,
                 open_fold=v.open,
             )
@@ -547,12 +553,12 @@ class Synthesis:
     def _pair(self, a: Value, b: Value) -> None:
         if b.step[0] == "cross":
             self._weigh(a, b)
-        if not _meet(a, b) or a.partial == "max" or b.partial == "max":
+        if not meet(a, b) or a.partial == "max" or b.partial == "max":
             return
         self._shift(a, b)
         if a.peak == -2 or b.peak == -2 or a.open == "max" or b.open == "max":
             return
-        dims = _broadcast(a.dims, b.dims)
+        dims = broadcast(a.dims, b.dims)
         if dims is not None:
             self._elementwise(a, b, dims)
         if Op.MATMUL in self._ops and Stage.COMBINE not in (a.phase, b.phase):
@@ -570,10 +576,10 @@ class Synthesis:
         kind = self.terms.kind[mono[0][0]]
         if kind[0] != "peak" or kind[2] != a.poly.id:
             return
-        dims = _broadcast(a.dims, b.dims)
+        dims = broadcast(a.dims, b.dims)
         if dims is None or dims != a.dims:
             return
-        running = b.peak == -2
+        moving = b.peak == -2
         phase = max(a.phase, b.phase)
         self.offer(
             ("shift", a.id, b.id),
@@ -582,8 +588,8 @@ class Synthesis:
             phase,
             self.terms.add(a.poly, b.poly, -1),
             self.work(dims, None, phase),
-            lambda: F.linear(*_both(a, b), -1),
-            peak=b.id if running or b.open else -1,
+            lambda: F.linear(*both(a, b), -1),
+            peak=b.id if moving or b.open else -1,
             gauge=True,
         )
 
@@ -612,7 +618,7 @@ class Synthesis:
                     continue
                 dims: Dims | None = operands[0].dims
                 for x, y in itertools.pairwise(operands):
-                    dims = _broadcast(dims, y.dims) if dims is not None and _meet(x, y) else None
+                    dims = broadcast(dims, y.dims) if dims is not None and meet(x, y) else None
                 if dims is not None:
                     self._emit(node.op, operands, dims, None, -1)
 
@@ -678,7 +684,7 @@ class Synthesis:
             max(o.phase for o in operands),
             self.terms.add(a.poly, b.poly),
             sum(0.25 * self.work(dims, o.dims[-1], o.phase) for o in (x, y)),
-            lambda: F.linear(*_both(a, b), 1),
+            lambda: F.linear(*both(a, b), 1),
             partial=a.partial,
             peak=a.peak,
             open_fold=a.open,
@@ -694,7 +700,7 @@ class Synthesis:
             return
         if (a.open and self._varies(b)) or (b.open and self._varies(a)):
             return
-        batch = _broadcast(a.dims[:-2], b.dims[:-2])
+        batch = broadcast(a.dims[:-2], b.dims[:-2])
         if batch is None or (a.dims[-2] is not None and a.dims[-2] == b.dims[-1]):
             return
         dims = (*batch, a.dims[-2], b.dims[-1])
@@ -730,14 +736,10 @@ class Synthesis:
         phase = max(v.phase for v in operands)
         if op in _LINEAR_UNARY:
             partial, open_fold = operands[0].partial, operands[0].open
-        poly = apply_poly(self.terms, op, [v.poly for v in operands], axis)
-        if op in (Op.MUL, Op.DIV, Op.MATMUL) and self.terms.cancels(
-            poly, *(v.poly for v in operands)
-        ):
-            self.counts.prune("cancellation")
-            return
-        if op in (Op.ADD, Op.SUB) and self.terms.drops(poly, operands[0].poly, operands[1].poly):
-            self.counts.prune("cancellation")
+        poly, rule = self.program.combined(op, tuple(v.poly for v in operands), axis)
+        if rule:
+            self.counts.states += rule == "goal"
+            self.counts.prune(rule)
             return
         self.offer(
             (op, *(v.id for v in operands)),
@@ -777,70 +779,3 @@ class Synthesis:
             ):
                 best = v
         return best
-
-
-def _led(x: Any) -> Any:
-    """The blocks' axis as the tile's first dim."""
-    return x.reshape((1, 1, x.shape[0], *x.shape[LEAD:]))
-
-
-def _given(data: F.Pair) -> Callable[[], F.Pair]:
-    """Values that are known already."""
-    return lambda: data
-
-
-def _meet(a: Value, b: Value) -> bool:
-    """True if two values exist at one time. Scalars (constants, sizes) exist everywhere."""
-    if a.phase is b.phase:
-        return True
-    first, last = sorted((a, b), key=lambda v: v.phase)
-    if last.phase is Stage.COMBINE:
-        return first.phase is Stage.INVARIANT and first.dims == ()
-    return first.phase is Stage.INVARIANT
-
-
-def _both(a: Value, b: Value) -> tuple[F.Pair, F.Pair]:
-    rank = max(len(a.dims), len(b.dims))
-    return aligned(a.data, LEAD, rank), aligned(b.data, LEAD, rank)
-
-
-def _broadcast(a: Dims, b: Dims) -> Dims | None:
-    """Axes of an elementwise result, aligned at the right; None where two different axes meet."""
-    if a == b:
-        return a
-    rank = max(len(a), len(b))
-    out: list[Axis | None] = []
-    for x, y in zip((None,) * (rank - len(a)) + a, (None,) * (rank - len(b)) + b, strict=True):
-        if x is not None and y is not None and x != y:
-            return None
-        out.append(x if x is not None else y)
-    named = [x for x in out if x is not None]
-    return tuple(out) if len(set(named)) == len(named) else None
-
-
-def _iterations(x: F.Pair, axis: int) -> list[F.Pair]:
-    n = x[0].shape[axis]
-    return [
-        (np.take(x[0], [i], axis), None if x[1] is None else np.take(x[1], [i], axis))
-        for i in range(n)
-    ]
-
-
-def _running(x: F.Pair, axis: int) -> F.Pair:
-    """Prefix maxima along the loop's axis."""
-    out: list[F.Pair] = []
-    for step in _iterations(x, axis):
-        out.append(step if not out else F.larger(out[-1], step))
-    q = None if out[0][1] is None else np.concatenate([o[1] for o in out], axis)
-    return np.concatenate([o[0] for o in out], axis), q
-
-
-def _rescaled(x: F.Pair, m: F.Pair, axis: int) -> F.Pair:
-    """sum over i of x_i * exp(m_i - m_last)."""
-    xs, ms = _iterations(x, axis), _iterations(m, axis)
-    total: F.Pair | None = None
-    for xi, mi in zip(xs, ms * (len(xs) // len(ms)), strict=True):
-        term = F.mul(xi, F.exp(F.linear(mi, ms[-1], -1)))
-        total = term if total is None else F.linear(total, term, 1)
-    assert total is not None
-    return total

@@ -295,7 +295,7 @@ class Goal:
 
     def __init__(self, terms: Terms, goals: Iterable[Poly]) -> None:
         self.arena = terms
-        self.contexts: list[tuple[tuple[Mono, Number], ...]] = []
+        self.contexts: list[tuple[tuple[tuple[Mono, Number], ...], frozenset[int]]] = []
         self._seen: set[object] = set()
         self._useful: dict[int, bool] = {}
         for goal in goals:
@@ -305,7 +305,8 @@ class Goal:
         if poly.id in self._seen:
             return
         self._seen.add(poly.id)
-        self.contexts.append(tuple((self.arena.strip(m), c) for m, c in poly.terms))
+        terms = tuple((self.arena.strip(m), c) for m, c in poly.terms)
+        self.contexts.append((terms, self._atoms(terms)))
         for mono, _ in poly.terms:
             self._factors(mono)
 
@@ -348,7 +349,20 @@ class Goal:
 
     def _test(self, poly: Poly) -> bool:
         terms = [(self.arena.strip(m), c) for m, c in poly.terms]
-        return any(self._within(terms, context) for context in self.contexts)
+        atoms = self._atoms(terms)
+        return any(a >= atoms and self._within(terms, context) for context, a in self.contexts)
+
+    def _atoms(self, terms: Iterable[tuple[Mono, Number]]) -> frozenset[int]:
+        """What the terms are made of, sums opened: a part of a context has no other atoms."""
+        out: set[int] = set()
+        for mono, _ in terms:
+            for f, e in mono:
+                kind = self.arena.kind[f]
+                if kind[0] == "component" and e > 0:
+                    out.update(g for g, _ in kind[2])  # type: ignore[attr-defined]
+                else:
+                    out.add(f)
+        return frozenset(out)
 
     def _within(
         self, terms: list[tuple[Mono, Number]], context: tuple[tuple[Mono, Number], ...]
