@@ -94,8 +94,7 @@ def torch_calls(setup: Setup) -> list[Call]:
     sets = [[_tensor(torch, array) for array in arrays] for arrays in setup.copies]
     with torch.device("cuda"):  # constants of a translated program lie there, too
         call = _idiom(torch, name, program, source)
-    if name in SDPA or name in COMPILED_SDPA:
-        sets = [_keys_first(program, tensors) for tensors in sets]
+    sets = [prepared(name, program, tensors) for tensors in sets]
     if name in (COMPILED, TUNED) or name in COMPILED_SDPA:
         mode = "max-autotune-no-cudagraphs" if name == TUNED else None
         call = torch.compile(call, dynamic=False, mode=mode)
@@ -124,14 +123,20 @@ def _idiom(torch: Any, name: str, program: Program | None, source: Any) -> Calla
     return partial(program.torch, torch)
 
 
-def _keys_first(program: Program | None, tensors: list[Any]) -> list[Any]:
-    """K laid out as the call wants it, at no charge: the named programs hold it transposed."""
-    if program is None or not program.name.startswith((*_PLAIN, "qknorm")):
-        return tensors
-    if program.shapes["k"][1] > program.shapes["k"][2]:  # (heads, keys, dim) already
+def prepared(name: str, program: Program | None, tensors: list[Any]) -> list[Any]:
+    """Inputs laid out as a call wants them, at no charge: the named programs hold K transposed, and
+    FlashInfer has the tokens in front.
+    """
+    if program is None or "k" not in program.shapes:
         return tensors
     q, k, v = tensors
-    return [q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v]
+    transposed = program.shapes["k"][1] < program.shapes["k"][2]  # (heads, dim, keys)
+    if name == "flashinfer":
+        keys = k.permute(2, 0, 1) if transposed else k.transpose(0, 1)
+        return [x.contiguous() for x in (q.transpose(0, 1), keys, v.transpose(0, 1))]
+    if transposed and (name in SDPA or name in COMPILED_SDPA):
+        return [q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v]
+    return tensors
 
 
 def _library(torch: Any, name: str, program: Program) -> Callable[..., Any]:
@@ -140,24 +145,28 @@ def _library(torch: Any, name: str, program: Program) -> Callable[..., Any]:
         flashinfer = import_module("flashinfer")
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            heads = (q.transpose(0, 1), k.permute(2, 0, 1), v.transpose(0, 1))
-            rows, keys, values = (x.contiguous() for x in heads)
-            got = flashinfer.single_prefill_with_kv_cache(rows, keys, values, sm_scale=1.0)
+            got = flashinfer.single_prefill_with_kv_cache(q, k, v, sm_scale=1.0)
             return got.transpose(0, 1)
 
         return attend
+    gains: dict[tuple[int, Any], Any] = {}  # of ones: made once, in the warm-up
+
+    def gain(x: Any, dtype: Any) -> Any:
+        key = (x.shape[-1], dtype)
+        if key not in gains:
+            gains[key] = torch.ones(x.shape[-1], dtype=dtype, device=x.device)
+        return gains[key]
+
     if name == "liger":
         liger = import_module("liger_kernel.transformers.functional")
 
         def norm(x: Any) -> Any:
-            return liger.liger_rms_norm(
-                x, torch.ones(x.shape[-1], dtype=x.dtype, device=x.device), 0.0
-            )
+            return liger.liger_rms_norm(x, gain(x, x.dtype), 0.0)
     else:
         quack = import_module("quack")
 
         def norm(x: Any) -> Any:
-            return quack.rmsnorm(x, torch.ones(x.shape[-1], dtype=torch.float32, device=x.device))
+            return quack.rmsnorm(x, gain(x, torch.float32))
 
     if program.name == "rmsnorm":
         return lambda x, w: norm(x) @ w
