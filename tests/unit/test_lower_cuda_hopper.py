@@ -239,3 +239,12 @@ def test_a_copying_warp_leaves_registers_for_the_others() -> None:
     for groups in (1, 2, 3, 4):
         (kernel,) = lower_cuda(TALL, H200, CudaOptions(bulk=True, groups=groups)).kernels
         assert kernel.threads <= 13 * 32
+
+
+def test_chains_of_products_that_need_their_registers_have_no_copying_warp() -> None:
+    """Two tiles of 16 rows a warp, or 16 warps: a ninth or seventeenth would make them spill."""
+    two = attention(2, 32, 2048, 64, row_tile=32, split=2, key_tile=64)
+    assert lower_cuda(two, H200).kernels[0].maps == ()
+    one = attention(2, 16, 2048, 64, row_tile=16, split=2, key_tile=64)
+    assert lower_cuda(one, H200).kernels[0].maps
+    assert lower_cuda(one, H200, CudaOptions(groups=16)).kernels[0].maps == ()

@@ -276,6 +276,9 @@ class Fragments(Clustered):
         """
         if not self.options.bulk or Feature.BULK_COPY not in self.machine.features:
             return False
+        # One more warp takes registers from all: chains of products in 8 or 16 warps would spill.
+        if not self.wide and not self._streams() and (self.tiles > 1 or self.threads > 384):
+            return False
         moving = [x for x in self.operands if self.when(x) is Phase.LOOP]
         return bool(moving) and all(self.box(x, i) is not None for i, x in enumerate(moving))
 
