@@ -32,6 +32,13 @@ PARTS = ("qweight", "qzeros", "scales")
 _LESS = 0x11111111  # one off each of a word's eight zeros
 
 
+def by_groups(w: Array, group: int) -> Array:
+    """A matrix (rows, cols) as (rows, groups, group), zeros behind the last column."""
+    spare = -w.shape[1] % group
+    wide = np.pad(w, ((0, 0), (0, spare))) if spare else w
+    return wide.reshape(len(w), -1, group)
+
+
 @dataclass(frozen=True, slots=True)
 class Gptq:
     """What the configuration says: columns of a group, whether zeros are all 8, and what was taken
@@ -61,9 +68,10 @@ class Grouped:
 
     def dense(self) -> Array:
         """float32 (out, in)."""
-        at = np.arange(self.q.shape[1]) // self.group
-        levels = self.q.astype(np.float32) - self.zero.astype(np.float32)[:, at]
-        return levels * self.scale.astype(np.float32)[:, at]
+        w = by_groups(self.q, self.group).astype(np.float32)
+        w -= self.zero[:, :, None]
+        w *= self.scale.astype(np.float32)[:, :, None]
+        return w.reshape(len(self.q), -1)[:, : self.q.shape[1]]
 
 
 def parse_gptq(data: Mapping[str, Any], source: str) -> Gptq | None:
@@ -117,9 +125,11 @@ def read_gptq(folder: str | Path) -> Gptq | None:
 
 def _nibbles(words: Array) -> Array:
     """int32 (..., n) as uint8 (..., n, 8), the lowest four bits first."""
-    u = np.ascontiguousarray(words).view(np.uint32)[..., None]
-    shifts = np.arange(0, 32, BITS, dtype=np.uint32)
-    return ((u >> shifts) & np.uint32(15)).astype(np.uint8)
+    pairs = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
+    out = np.empty((*pairs.shape, 2), np.uint8)
+    np.bitwise_and(pairs, 15, out=out[..., 0])
+    np.right_shift(pairs, 4, out=out[..., 1])
+    return out.reshape(*words.shape, PER_WORD)
 
 
 def shapes(rows: int, cols: int, group: int) -> dict[str, tuple[int, int]]:

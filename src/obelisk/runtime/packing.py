@@ -16,7 +16,7 @@ import numpy as np
 
 from obelisk.base.errors import UserError
 from obelisk.plan.layout import WORD, MatrixLayout, RowBlock, VectorLayout, WeightLayout
-from obelisk.runtime.gptq import Grouped
+from obelisk.runtime.gptq import Grouped, by_groups
 
 Array = Any
 Source = Callable[[str], Array]
@@ -71,13 +71,15 @@ def quantise_groups(w: Array, group: int) -> Grouped:
     """Rows as 4-bit groups, round to nearest about the zero 8: largest / 7.5 is the distance of two
     levels, rounded to fp16 first; a group of zeros has scale 1.
     """
-    cols = w.shape[1]
-    edges = np.arange(0, cols, group)
-    scale = np.maximum.reduceat(np.abs(w), edges, axis=1) / np.float32(7.5)
+    cut = by_groups(w, group)
+    scale = np.abs(cut).max(axis=2) / np.float32(7.5)
     scale = np.minimum(scale, np.float32(FP16_LARGEST)).astype(np.float16)
     scale = np.where(scale > 0, scale, np.float16(1)).astype(np.float16)
-    each = scale.astype(np.float32)[:, np.arange(cols) // group]
-    q = np.clip(np.rint(w / each) + 8, 0, 15).astype(np.uint8)
+    level = cut / scale.astype(np.float32)[:, :, None]
+    np.rint(level, out=level)
+    level += 8
+    np.clip(level, 0, 15, out=level)
+    q = level.astype(np.uint8).reshape(len(w), -1)[:, : w.shape[1]]
     return Grouped(q, scale, np.full(scale.shape, 8, np.uint8), group)
 
 
@@ -119,13 +121,14 @@ def fragments(x: Array) -> Array:
 
 def words(q: Array, m: MatrixLayout) -> Array:
     """4-bit weights (rows, cols) as the layout's uint32 words."""
-    full = np.zeros((m.rows, m.cols_padded // (WORD * m.lanes), WORD, m.lanes), np.uint32)
     wide = np.zeros((m.rows, m.cols_padded), np.uint8)
     wide[: q.shape[0], : q.shape[1]] = q
-    full[:] = wide.reshape(full.shape)
-    shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
-    packed = np.bitwise_or.reduce(full << shifts, axis=2)
-    return _panels(packed.reshape(m.rows, -1), m, m.cols_padded // WORD)
+    planes = wide.reshape(m.rows, -1, WORD, m.lanes)
+    packed = np.empty((m.rows, planes.shape[1], m.lanes, WORD // 2), np.uint8)
+    for i in range(WORD // 2):  # the bytes of a word, the lowest first
+        np.left_shift(planes[:, :, 2 * i + 1], 4, out=packed[..., i])
+        packed[..., i] |= planes[:, :, 2 * i]
+    return _panels(packed.view("<u4").reshape(m.rows, -1), m, m.cols_padded // WORD)
 
 
 def by_panel(x: Array, m: MatrixLayout, kind: Any) -> Array:

@@ -34,6 +34,7 @@ __attribute__((visibility("default"))) int obelisk_mega(om_launch *l) {
   for (; started < OM_CORES; started++) {
     pthread_attr_t attr;
     pthread_attr_init(&attr);
+    pthread_attr_setstacksize(&attr, 8 << 20); /* inputs of products lie on the stack */
 #ifdef __linux__
     if (l->cpus[started] >= 0) {
       cpu_set_t set;
