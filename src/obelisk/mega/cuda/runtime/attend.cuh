@@ -1,14 +1,14 @@
 /* Attention of one piece of one slot's context for one key-value head, by all warps of a block.
  *
- * Pieces are ranges of positions whose width depends on the length alone and seldom changes, and the same block always
- * has the same piece of a layer: so what it appends to the cache in one step it reads itself in the next, and the cache
- * needs no marks; where the width changes, all blocks meet first. Keys and values of older positions are asked for before
- * the new queries are waited for.
+ * Pieces are ranges of positions whose width depends on the length alone and seldom changes, and the same block
+ * always has the same piece of a layer: so what it appends to the cache in one step it reads itself in the next, and
+ * the cache needs no marks; where the width changes, all blocks meet first. Keys and values of older positions are
+ * asked for before the new queries are waited for.
  *
  * Tensor cores: a tile is 16 positions. Scores are keys (16 by 16 dimensions) times the queries of 8 heads; values,
- * transposed in registers, times probabilities. A lane's 8 dimensions of a block of 32 are neighbours, as in om_product.
- * Queries and probabilities are split in two 16-bit numbers, so that neither is rounded to 16 bits. Softmax is online and
- * in base 2; a piece's result is rounded to 16 bits.
+ * transposed in registers, times probabilities. A lane's 8 dimensions of a block of 32 are neighbours, as in
+ * om_product. Queries and probabilities are split in two 16-bit numbers, so that neither is rounded to 16 bits.
+ * Softmax is online and in base 2; a piece's result is rounded to 16 bits.
  */
 #define OM_DIM_BLOCKS ((OM_HEAD_DIM + 31) / 32)
 #define OM_Q_STRIDE (OM_DIM_BLOCKS * 64 + (OM_DIM_BLOCKS % 2 ? 0 : 64)) /* bytes of a query: rows do not share banks */
@@ -18,7 +18,10 @@
 
 __device__ __forceinline__ uint4 om_ldg(const char *at) {
   uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ u32 om_turn(u32 x) { /* an 8 by 8 matrix of 16-bit numbers, transposed across the warp */
@@ -62,7 +65,8 @@ struct om_softmax { /* of heads 2 * quad and 2 * quad + 1: `sum` as the products
 };
 
 /* One tile; positions from `end` on do not count. */
-__device__ __forceinline__ void om_fold(om_softmax &a, const om_tile &t, const char *queries, int first, int end, int row, int quad) {
+__device__ __forceinline__ void om_fold(om_softmax &a, const om_tile &t, const char *queries, int first, int end,
+                                        int row, int quad) {
   float c[2][4] = {};
 #pragma unroll
   for (int j = 0; j < OM_DIM_BLOCKS; j++) {
@@ -101,16 +105,16 @@ __device__ __forceinline__ void om_fold(om_softmax &a, const om_tile &t, const c
       const uint4 v0 = t.v[j][0], v1 = t.v[j][1];
       const uint4 v = i ? make_uint4(om_turn(v0.z), om_turn(v0.w), om_turn(v1.z), om_turn(v1.w))
                         : make_uint4(om_turn(v0.x), om_turn(v0.y), om_turn(v1.x), om_turn(v1.y));
-      float(&sum)[4] = a.sum[j][i];
+      float (&sum)[4] = a.sum[j][i];
       sum[0] *= f[0], sum[1] *= f[1], sum[2] *= f[0], sum[3] *= f[1];
       om_mma(sum, v, hi[0], hi[1]), om_mma(sum, v, lo[0], lo[1]);
     }
 }
 
-/* Row h of a group's new values (queries, then the key, then the value), by one warp: normed, rotated, and put where the
- * products read it; keys and values also into the cache, rounded as later steps will read them. */
-__device__ __forceinline__ void om_new_row(const om_state &s, int h, const char *from, u32 mark, char *queries, char *fresh, char *cache,
-                                           int position, const float *gains, int lane) {
+/* Row h of a group's new values (queries, then the key, then the value), by one warp: normed, rotated, and put where
+ * the products read it; keys and values also into the cache, rounded as later steps will read them. */
+__device__ __forceinline__ void om_new_row(const om_state &s, int h, const char *from, u32 mark, char *queries,
+                                           char *fresh, char *cache, int position, const float *gains, int lane) {
   constexpr int HALF = OM_HEAD_DIM / 8; /* lanes of half a head */
   const bool in = lane < 2 * HALF;
   const size_t turn = (size_t)position * (OM_HEAD_DIM / 2) + 4 * lane % (OM_HEAD_DIM / 2);
@@ -120,7 +124,8 @@ __device__ __forceinline__ void om_new_row(const om_state &s, int h, const char 
   const char *const at[1] = {in ? from + ((size_t)h * OM_HEAD_DIM + 4 * lane) * 4 : nullptr};
   uint4 w[1];
   om_read<1, true>(s, at, mark, OM_EDGE_QKV, w);
-  float x[4] = {__uint_as_float(w[0].x & ~7u), __uint_as_float(w[0].y & ~7u), __uint_as_float(w[0].z & ~7u), __uint_as_float(w[0].w & ~7u)};
+  float x[4] = {__uint_as_float(w[0].x & ~7u), __uint_as_float(w[0].y & ~7u), __uint_as_float(w[0].z & ~7u),
+                __uint_as_float(w[0].w & ~7u)};
   if (h <= OM_GROUP) {
     float root = 1.0f;
     if (OM_QK_NORM) {
@@ -143,7 +148,8 @@ __device__ __forceinline__ void om_new_row(const om_state &s, int h, const char 
   if (h < OM_GROUP) {
     const float2 y = om_unpack(a), z = om_unpack(b);
     *(uint2 *)(queries + h * OM_Q_STRIDE + lane * 8) = make_uint2(a, b);
-    *(uint2 *)(queries + (OM_Q_ROWS + h) * OM_Q_STRIDE + lane * 8) = make_uint2(om_pack(x[0] - y.x, x[1] - y.y), om_pack(x[2] - z.x, x[3] - z.y));
+    *(uint2 *)(queries + (OM_Q_ROWS + h) * OM_Q_STRIDE + lane * 8) =
+        make_uint2(om_pack(x[0] - y.x, x[1] - y.y), om_pack(x[2] - z.x, x[3] - z.y));
   } else {
     *(uint2 *)(fresh + (h - OM_GROUP) * (OM_DIM_BLOCKS * 64) + lane * 8) = make_uint2(a, b);
     *(uint2 *)(cache + lane * 8) = make_uint2(a, b);
@@ -156,8 +162,8 @@ __device__ __forceinline__ char *om_piece(char *base, int item, int row, int byt
   return base + ((size_t)head * row + item % OM_PIECES) * bytes;
 }
 
-__device__ __forceinline__ void om_attend_item(om_state &s, int item, const char *qkv, char *pieces, char *masses, u32 mark, u32 use,
-                                               const float *q_gain, const float *k_gain) {
+__device__ __forceinline__ void om_attend_item(om_state &s, int item, const char *qkv, char *pieces, char *masses,
+                                               u32 mark, u32 use, const float *q_gain, const float *k_gain) {
   const om_launch *p = s.p;
   const int slot = item / (OM_KV_HEADS * OM_PIECES), head = item / OM_PIECES % OM_KV_HEADS, piece = item % OM_PIECES;
   const int me = s.thread(), warp = me / 32, lane = me % 32, row = lane / 4, quad = lane % 4;
@@ -165,9 +171,11 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
   const int wide = om_wide(length);
   const int lo = piece * wide, hi = min(length, lo + wide);
   if (hi <= lo) {
-    char *const out = om_piece(pieces, item, OM_PIECES, OM_HEAD_DIM * 2), *const mass_out = om_piece(masses, item, OM_PIECES4, 4);
+    char *const out = om_piece(pieces, item, OM_PIECES, OM_HEAD_DIM * 2), *const mass_out =
+                                                                              om_piece(masses, item, OM_PIECES4, 4);
     for (int i = me; i < OM_GROUP * (OM_HEAD_DIM / 8); i += OM_THREADS)
-      om_put_eight(out + i / (OM_HEAD_DIM / 8) * (OM_PIECES * OM_HEAD_DIM * 2) + i % (OM_HEAD_DIM / 8) * 16, 0, 0, 0, 0, use);
+      om_put_eight(out + i / (OM_HEAD_DIM / 8) * (OM_PIECES * OM_HEAD_DIM * 2) + i % (OM_HEAD_DIM / 8) * 16, 0, 0, 0, 0,
+                   use);
     for (int i = me; i < OM_GROUP; i += OM_THREADS) om_put_single(mass_out + i * (OM_PIECES4 * 4), -OM_INFINITY, mark);
     return;
   }
@@ -188,8 +196,9 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
   }
   const char *const from = qkv + ((size_t)slot * OM_QKV_ROWS + head * (OM_ROWS_QKV * OM_HEAD_DIM)) * 4;
   for (int h = warp; h < (fresh ? OM_ROWS_QKV : OM_GROUP); h += OM_WARPS)
-    om_new_row(s, h, from, mark, queries, newest, (h == OM_GROUP ? keys : values) + (size_t)(length - 1) * (OM_HEAD_DIM * 2),
-               length - 1, h == OM_GROUP ? k_gain : q_gain, lane);
+    om_new_row(s, h, from, mark, queries, newest,
+               (h == OM_GROUP ? keys : values) + (size_t)(length - 1) * (OM_HEAD_DIM * 2), length - 1,
+               h == OM_GROUP ? k_gain : q_gain, lane);
   om_sync();
   om_waiting(s, 0);
 #pragma unroll 1
@@ -223,9 +232,11 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
     om_sync();
     int again = item; /* where results go is worked out anew: kept, it would cost registers in the products */
     asm volatile("" : "+r"(again));
-    char *const out = om_piece(pieces, again, OM_PIECES, OM_HEAD_DIM * 2), *const mass_out = om_piece(masses, again, OM_PIECES4, 4);
+    char *const out = om_piece(pieces, again, OM_PIECES, OM_HEAD_DIM * 2), *const mass_out =
+                                                                               om_piece(masses, again, OM_PIECES4, 4);
     constexpr int EIGHTS = OM_HEAD_DIM / 8, NEXT = OM_HEADS_AT * OM_MERGED, AT_A_TIME = 32 / OM_WARPS;
-    for (int i = me / OM_WARPS; i < (OM_HEADS_AT * EIGHTS + AT_A_TIME - 1) / AT_A_TIME * AT_A_TIME; i += 32) { /* a lane for each warp's sums */
+    for (int i = me / OM_WARPS; i < (OM_HEADS_AT * EIGHTS + AT_A_TIME - 1) / AT_A_TIME * AT_A_TIME;
+         i += 32) { /* a lane for each warp's sums */
       const int h = min(i / EIGHTS, OM_HEADS_AT - 1), at = i % EIGHTS * 8;
       const float *const x = merged + me % OM_WARPS * NEXT + h * OM_MERGED;
       const float2 m = *(const float2 *)(x + OM_HEAD_DIM);
@@ -249,7 +260,8 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
       if (me % OM_WARPS || i >= OM_HEADS_AT * EIGHTS || chunk + h >= OM_GROUP) continue;
       const float r = 1.0f / mass;
       om_put_eight(out + (chunk + h) * (OM_PIECES * OM_HEAD_DIM * 2) + at * 2, om_pack(sum[0] * r, sum[1] * r),
-                   om_pack(sum[2] * r, sum[3] * r), om_pack(sum[4] * r, sum[5] * r), om_pack(sum[6] * r, sum[7] * r), use);
+                   om_pack(sum[2] * r, sum[3] * r), om_pack(sum[4] * r, sum[5] * r), om_pack(sum[6] * r, sum[7] * r),
+                   use);
       if (at == 0) om_put_single(mass_out + (chunk + h) * (OM_PIECES4 * 4), top + log2f(mass), mark);
     }
     if (OM_GROUP > OM_HEADS_AT) om_sync();

@@ -1,13 +1,14 @@
 /* What everything below uses: types, the launch record, marked values, bounded waits.
  *
- * Values that cross blocks carry a mark: fp32 the low three bits of the number of their step and layer, in their last
- * three bits; eight 16-bit numbers one bit of how often their buffer was used, in the last bit of the eighth. A reader looks
- * again until the mark is the one it wants: the data is its own flag, and no fence or counter is needed. Every use of a
- * buffer writes all of it, with a mark that differs from the use before, and buffers begin as zeros, which is no first
- * mark: so an old value is never taken for a new one. That a buffer is not written while it may still be read is a matter
- * of the schedule: mega/cuda/flow.py judges it.
+ * Values that cross blocks carry a mark: fp32 the low three bits of the number of their step and layer, in their
+ * last three bits; eight 16-bit numbers one bit of how often their buffer was used, in the last bit of the eighth. A
+ * reader looks again until the mark is the one it wants: the data is its own flag, and no fence or counter is
+ * needed. Every use of a buffer writes all of it, with a mark that differs from the use before, and buffers begin as
+ * zeros, which is no first mark: so an old value is never taken for a new one. That a buffer is not written while it
+ * may still be read is a matter of the schedule: mega/cuda/flow.py judges it.
  *
- * What is not written in every layer (best logits, drawn tokens, logits) travels in 8-byte words with the whole number.
+ * What is not written in every layer (best logits, drawn tokens, logits) travels in 8-byte words with the whole
+ * number.
  */
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -73,8 +74,12 @@ struct om_shared {
 __shared__ __align__(16) om_shared om;
 extern __shared__ __align__(128) char om_memory[];
 
-__device__ __forceinline__ u32 om_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void om_sync() { asm volatile("bar.sync 1, %0;" ::"n"(OM_THREADS) : "memory"); }
+__device__ __forceinline__ u32 om_address(const void *p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
+__device__ __forceinline__ void om_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(OM_THREADS) : "memory");
+}
 __device__ __forceinline__ u64 om_time() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
@@ -129,7 +134,10 @@ __device__ __forceinline__ uint4 om_peek2(const u64 *at) { /* payload, tag, payl
 /* ---- marked values ---- */
 __device__ __forceinline__ uint4 om_look(const void *at) { /* 16 bytes in one access */
   u64 a, b;
-  asm volatile("{.reg .b128 q; ld.relaxed.gpu.global.b128 q, [%2]; mov.b128 {%0, %1}, q;}" : "=l"(a), "=l"(b) : "l"(at) : "memory");
+  asm volatile("{.reg .b128 q; ld.relaxed.gpu.global.b128 q, [%2]; mov.b128 {%0, %1}, q;}"
+               : "=l"(a), "=l"(b)
+               : "l"(at)
+               : "memory");
   return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
 }
 __device__ __forceinline__ void om_put_single(void *at, float v, u32 mark) {
@@ -140,14 +148,17 @@ __device__ __forceinline__ bool om_singles(const uint4 &w, u32 mark) { /* four f
 }
 __device__ __forceinline__ void om_put_eight(void *at, u32 a, u32 b, u32 c, u32 d, u32 mark) {
   d = (d & ~0x10000u) | mark << 16;
-  asm volatile("{.reg .b128 q; mov.b128 q, {%1, %2}; st.relaxed.gpu.global.b128 [%0], q;}" ::"l"(at), "l"((u64)b << 32 | a),
-               "l"((u64)d << 32 | c)
+  asm volatile("{.reg .b128 q; mov.b128 q, {%1, %2}; st.relaxed.gpu.global.b128 [%0], q;}" ::"l"(at),
+               "l"((u64)b << 32 | a), "l"((u64)d << 32 | c)
                : "memory");
 }
-__device__ __forceinline__ bool om_eights(const uint4 &w, u32 mark) { return (w.w >> 16 & 1) == mark; }
+__device__ __forceinline__ bool om_eights(const uint4 &w, u32 mark) {
+  return (w.w >> 16 & 1) == mark;
+}
 
 /* One failed look at a word, now and then. True when waiting is over: the limit is exceeded, or another block has
- * stopped. The first to exceed it reports; everyone then runs to the end without waiting, and the host raises the error. */
+ * stopped. The first to exceed it reports; everyone then runs to the end without waiting, and the host raises the
+ * error. */
 __device__ __forceinline__ bool om_expired(const om_launch *p, u64 start, int at, int edge, u32 expected, u32 seen) {
   if (!*(volatile int *)&p->fault->code) {
     if (om_time() - start <= p->spin_ns) return false;
@@ -190,10 +201,11 @@ __device__ __forceinline__ void om_take(const om_state &s, const u64 *at, int st
   }
 }
 
-/* N times four fp32 (SINGLE) or eight 16-bit numbers from at[i] (null: zeros), all wanted with `mark`: what is missing is
- * looked at again. */
+/* N times four fp32 (SINGLE) or eight 16-bit numbers from at[i] (null: zeros), all wanted with `mark`: what is
+ * missing is looked at again. */
 template <int N, bool SINGLE>
-__device__ __forceinline__ void om_read(const om_state &s, const char *const (&at)[N], u32 mark, int edge, uint4 (&w)[N]) {
+__device__ __forceinline__ void om_read(const om_state &s, const char *const (&at)[N], u32 mark, int edge,
+                                        uint4 (&w)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) w[i] = at[i] ? om_look(at[i]) : make_uint4(0, 0, 0, 0);
   om_patience wait;
@@ -202,7 +214,8 @@ __device__ __forceinline__ void om_read(const om_state &s, const char *const (&a
     u32 seen = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (at[i] && !(SINGLE ? om_singles(w[i], mark) : om_eights(w[i], mark))) missing = true, seen = SINGLE ? w[i].w & 7 : w[i].w >> 16 & 1;
+      if (at[i] && !(SINGLE ? om_singles(w[i], mark) : om_eights(w[i], mark)))
+        missing = true, seen = SINGLE ? w[i].w & 7 : w[i].w >> 16 & 1;
     if (!missing || wait.over(s, edge, mark, seen)) return;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -227,7 +240,9 @@ __device__ __forceinline__ void om_meet(om_state &s, int edge) {
 }
 
 /* ---- time stamps ---- */
-__device__ __forceinline__ u64 om_stamp(const om_state &s) { return s.p->trace_room ? om_time() : 0; }
+__device__ __forceinline__ u64 om_stamp(const om_state &s) {
+  return s.p->trace_room ? om_time() : 0;
+}
 __device__ __forceinline__ u64 om_span(const om_state &s, int kind, u64 from) {
   if (!s.p->trace_room) return 0;
   const u64 now = om_time();

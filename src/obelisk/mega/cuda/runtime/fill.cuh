@@ -1,15 +1,17 @@
-/* From what other blocks wrote to a product's inputs: 16-bit rows in shared memory, slot b's column c at
- * (c / 32) * 64 * BATCH + 64 * b + 2 * (c % 32) bytes, which is what a lane's A fragments read in 16 bytes.
+/* From what other blocks wrote to a product's inputs: 16-bit rows in shared memory, slot b's column c at (c / 32) *
+ * 64 * BATCH + 64 * b + 2 * (c % 32) bytes, which is what a lane's A fragments read in 16 bytes.
  *
- * Every block does this for itself; reading is waiting. A norm is split in two: the gain is multiplied before the row is
- * rounded to 16 bits, the reciprocal root (one number a slot) after the product, so one pass is enough.
+ * Every block does this for itself; reading is waiting. A norm is split in two: the gain is multiplied before the
+ * row is rounded to 16 bits, the reciprocal root (one number a slot) after the product, so one pass is enough.
  */
 #define OM_TEAM (OM_WARPS / OM_BATCH2) /* warps of a slot; OM_BATCH2: the batch, rounded up to a power of two */
 
 __device__ __forceinline__ u32 om_input(int slot, int col) {
   return om_address(om_memory) + (col / 32) * (64 * OM_BATCH) + slot * 64 + (col % 32) * 2;
 }
-__device__ __forceinline__ void om_sts(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+__device__ __forceinline__ void om_sts(u32 at, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
 __device__ __forceinline__ void om_sts2(u32 at, u32 v, u32 w) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v), "r"(w) : "memory");
 }
@@ -22,8 +24,8 @@ __device__ __forceinline__ void om_waiting(const om_state &s, int on) {
 /* A row of the embedding, four columns. */
 __device__ __forceinline__ float4 om_embedding(const om_launch *p, int token, int col) {
   const int in = col % 32; /* 8 * quad + 4 * step + 2 * register + element */
-  const char *at = p->weights + OM_AT_EMBED + ((size_t)(token / 16) * OM_HIDDEN_K + col / 32) * OM_BLOCK + in / 4 % 2 * 512 +
-                   (token % 8 * 4 + in / 8) * 16 + token % 16 / 8 * 4;
+  const char *at = p->weights + OM_AT_EMBED + ((size_t)(token / 16) * OM_HIDDEN_K + col / 32) * OM_BLOCK +
+                   in / 4 % 2 * 512 + (token % 8 * 4 + in / 8) * 16 + token % 16 / 8 * 4;
   const float2 a = om_unpack(*(const u32 *)at), b = om_unpack(*(const u32 *)(at + 8));
   return make_float4(a.x, a.y, b.x, b.y);
 }
@@ -36,12 +38,13 @@ __device__ __forceinline__ float om_root(int slot) {
   return 1.0f / sqrtf(sum / OM_HIDDEN + OM_EPS);
 }
 
-/* The residual stream (SPLIT partial sums, added in order; or the embedding), times a gain, into the inputs; the block's
- * own rows [from, to) are kept for the next addition. Gives the reciprocal roots of the lane's two slots. */
+/* The residual stream (SPLIT partial sums, added in order; or the embedding), times a gain, into the inputs; the
+ * block's own rows [from, to) are kept for the next addition. Gives the reciprocal roots of the lane's two slots. */
 template <int SPLIT, bool FIRST>
-__device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, u32 mark, int edge, const float *gain, int from,
-                                               int to) {
-  constexpr int ALL = OM_HIDDEN_K * 8, STRIDE = OM_TEAM * 32, EACH = (ALL + STRIDE - 1) / STRIDE; /* four columns each */
+__device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, u32 mark, int edge, const float *gain,
+                                               int from, int to) {
+  constexpr int ALL = OM_HIDDEN_K * 8, STRIDE = OM_TEAM * 32,
+                EACH = (ALL + STRIDE - 1) / STRIDE; /* four columns each */
   constexpr int CAP = SPLIT >= 8 ? 1 : 8 / SPLIT, N = EACH < CAP ? EACH : CAP;
   constexpr int PASSES = OM_BF16 ? 1 : 2; /* fp16 could overflow without the root: it takes a second pass */
   const int warp = s.warp(), slot = warp / OM_TEAM, first = warp % OM_TEAM * 32 + s.lane();
@@ -70,7 +73,8 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
 #pragma unroll
             for (int i = 0; i < N; i++) {
               const int col = 4 * (base + i * STRIDE);
-              at[k * N + i] = col < OM_HIDDEN_ROWS ? stream + (((size_t)k * OM_BATCH + slot) * OM_HIDDEN_ROWS + col) * 4 : nullptr;
+              at[k * N + i] =
+                  col < OM_HIDDEN_ROWS ? stream + (((size_t)k * OM_BATCH + slot) * OM_HIDDEN_ROWS + col) * 4 : nullptr;
             }
           om_read<N * SPLIT, true>(s, at, mark, edge, all);
 #pragma unroll
@@ -95,7 +99,8 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
           squares += (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w);
           const float r = OM_BF16 ? 1.0f : root;
           if (col < OM_HIDDEN_K * 32 && pass == PASSES - 1)
-            om_sts2(om_input(slot, col), om_pack(x.x * g[i].x * r, x.y * g[i].y * r), om_pack(x.z * g[i].z * r, x.w * g[i].w * r));
+            om_sts2(om_input(slot, col), om_pack(x.x * g[i].x * r, x.y * g[i].y * r),
+                    om_pack(x.z * g[i].z * r, x.w * g[i].w * r));
         }
       }
     }
@@ -113,8 +118,10 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
 }
 
 /* Attention's pieces, joined, as the inputs of part `part` of the output projection: eight columns a thread. */
-__device__ __forceinline__ void om_fill_attention(om_state &s, const char *pieces, const char *masses, u32 mark, u32 use, int part) {
-  constexpr int COLS = OM_Q_K * 32 / OM_O_SPLIT, EIGHTS = COLS / 8, ALL = EIGHTS * OM_BATCH, N = OM_PIECES, M = OM_PIECES4 / 4;
+__device__ __forceinline__ void om_fill_attention(om_state &s, const char *pieces, const char *masses, u32 mark,
+                                                  u32 use, int part) {
+  constexpr int COLS = OM_Q_K * 32 / OM_O_SPLIT, EIGHTS = COLS / 8, ALL = EIGHTS * OM_BATCH, N = OM_PIECES,
+                M = OM_PIECES4 / 4;
   const int me = s.thread();
   om_sync();
   om_waiting(s, 1);
@@ -127,7 +134,8 @@ __device__ __forceinline__ void om_fill_attention(om_state &s, const char *piece
     uint4 w[N], m[M];
 #pragma unroll
     for (int k = 0; k < N; k++)
-      at[k] = here ? pieces + ((((size_t)slot * OM_HEADS + head) * OM_PIECES + k) * OM_HEAD_DIM + col % OM_HEAD_DIM) * 2 : nullptr;
+      at[k] = here ? pieces + ((((size_t)slot * OM_HEADS + head) * OM_PIECES + k) * OM_HEAD_DIM + col % OM_HEAD_DIM) * 2
+                   : nullptr;
 #pragma unroll
     for (int k = 0; k < M; k++) m[k] = here ? om_look(mass_at + k * 16) : make_uint4(0, 0, 0, 0);
     om_read<N, false>(s, at, use, OM_EDGE_ATTEND, w);
@@ -228,7 +236,7 @@ struct om_out_qkv : om_out {
 
 struct om_out_residual : om_out { /* the part with the stream itself adds it, and the bias */
   const float *residual; /* null for other parts */
-  int kept;              /* first row that is kept */
+  int kept; /* first row that is kept */
   __device__ __forceinline__ void put(int unit, const float (&v)[4], float2 b) const {
     const int quad = s.quad(), row = (first + unit) * 16 + s.row();
 #pragma unroll

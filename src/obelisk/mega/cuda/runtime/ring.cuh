@@ -9,15 +9,20 @@ __device__ __forceinline__ bool om_landed(u32 bar, u32 parity) {
   u32 done;
 #if OM_TRY_WAIT
   asm volatile("{.reg .pred q; mbarrier.try_wait.parity.shared::cta.b64 q, [%1], %2; selp.u32 %0, 1, 0, q;}"
-               : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
 #else
   asm volatile("{.reg .pred q; mbarrier.test_wait.parity.shared.b64 q, [%1], %2; selp.u32 %0, 1, 0, q;}"
-               : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
 #endif
   return done;
 }
 __device__ __forceinline__ void om_wait(u32 bar, u32 parity) {
-  while (!om_landed(bar, parity)) {}
+  while (!om_landed(bar, parity)) {
+  }
 }
 __device__ __forceinline__ void om_arrive(u32 bar) {
 #if OM_TRY_WAIT
@@ -27,8 +32,12 @@ __device__ __forceinline__ void om_arrive(u32 bar) {
 #endif
 }
 
-__device__ __forceinline__ int om_share(int kind, int turn) { return OM_CUT[kind][turn]; }
-__device__ __forceinline__ bool om_active(const om_launch *p, int slot, int step) { return step < p->planned[slot]; }
+__device__ __forceinline__ int om_share(int kind, int turn) {
+  return OM_CUT[kind][turn];
+}
+__device__ __forceinline__ bool om_active(const om_launch *p, int slot, int step) {
+  return step < p->planned[slot];
+}
 __device__ __forceinline__ int om_wide(int length) { /* positions of a piece: at most a quarter more than its share */
   const int share = (length + OM_PIECES - 1) / OM_PIECES, step = max(8, 1 << (31 - __clz(max(share, 1))) >> 2);
   return (share + step - 1) / step * step;
@@ -71,8 +80,11 @@ struct om_loader {
     const u32 to = ring + slot * OM_CHUNK, bar = full + 8 * slot;
 #if OM_BULK
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+        : "memory");
 #else
     for (u32 i = lane * 16; i < bytes; i += OM_LOADERS * 512)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
@@ -96,12 +108,11 @@ struct om_loader {
 };
 
 __device__ __forceinline__ void om_prefetch(const char *at, int bytes, int block) {
-  for (int i = block * 128; i < bytes; i += OM_BLOCKS * 128)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at + i));
+  for (int i = block * 128; i < bytes; i += OM_BLOCKS * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + i));
 }
 
-/* This block's pieces of the cache of a layer: asked for into L2 long before attention wants them, since what comes from
- * memory queues behind the weights that are on their way. */
+/* This block's pieces of the cache of a layer: asked for into L2 long before attention wants them, since what comes
+ * from memory queues behind the weights that are on their way. */
 __device__ __forceinline__ void om_prefetch_cache(const om_launch *p, int step, int layer, int turn, int lane) {
   for (int item = turn; item < OM_ITEMS; item += OM_BLOCKS) {
     const int slot = item / (OM_KV_HEADS * OM_PIECES), head = item / OM_PIECES % OM_KV_HEADS, piece = item % OM_PIECES;
@@ -165,13 +176,13 @@ __device__ __forceinline__ u32 om_count(u32 *at) { /* add one, and see what othe
   return old;
 }
 
-/* The products of this block's units [0, units) of a phase; the inputs are in shared memory. `out` is called once for
- * each unit by all lanes of one warp: lane (row, quad) has rows `row` and `row` + 8 of the tile, for slots 2 * quad and
- * 2 * quad + 1: v[j] is row `row` of slot 2 * quad + j, v[2 + j] row `row` + 8.
+/* The products of this block's units [0, units) of a phase; the inputs are in shared memory. `out` is called once
+ * for each unit by all lanes of one warp: lane (row, quad) has rows `row` and `row` + 8 of the tile, for slots 2 *
+ * quad and 2 * quad + 1: v[j] is row `row` of slot 2 * quad + j, v[2 + j] row `row` + 8.
  *
- * A lane's 8 columns of a block of 32 are 8 * quad to 8 * quad + 7, in weights and inputs alike: the order along K is
- * free. Chunk i of the phase belongs to warp i % OM_WARPS, so which chunks are added in one warp's registers depends on
- * the plan alone; the warps' sums are added in the order of their first chunks. */
+ * A lane's 8 columns of a block of 32 are 8 * quad to 8 * quad + 7, in weights and inputs alike: the order along K
+ * is free. Chunk i of the phase belongs to warp i % OM_WARPS, so which chunks are added in one warp's registers
+ * depends on the plan alone; the warps' sums are added in the order of their first chunks. */
 template <int BLOCKS_K, class Out>
 __device__ __forceinline__ void om_product(om_state &s, int units, Out &out) {
   constexpr int PER = OM_CHUNK / OM_BLOCK, CHUNKS = (BLOCKS_K + PER - 1) / PER, LAST = BLOCKS_K - (CHUNKS - 1) * PER;
@@ -193,7 +204,8 @@ __device__ __forceinline__ void om_product(om_state &s, int units, Out &out) {
     if (LAST == PER || part + 1 < CHUNKS) {
       uint4 b[PER];
 #pragma unroll
-      for (int j = 0; j < PER; j++) b[j] = row < OM_BATCH ? *(const uint4 *)(x + j * (OM_BATCH * 64)) : make_uint4(0, 0, 0, 0);
+      for (int j = 0; j < PER; j++)
+        b[j] = row < OM_BATCH ? *(const uint4 *)(x + j * (OM_BATCH * 64)) : make_uint4(0, 0, 0, 0);
       om_wait(om_address(om.full) + 8 * slot, parity);
 #pragma unroll
       for (int j = 0; j < PER; j++) {

@@ -1,10 +1,10 @@
-/* Choosing tokens. Greedy: every block reads every block's best and comes to the same answer. Otherwise one block ranks
- * the slot's logits and tells the others.
+/* Choosing tokens. Greedy: every block reads every block's best and comes to the same answer. Otherwise one block
+ * ranks the slot's logits and tells the others.
  *
  * Ranks, top_k, top_p and the draw are those of tasks/sampling.py. No sort: tokens are ordered by (logit, smaller id
- * first), and "the first token whose cumulated weight reaches a target" is found by descending that order's bits eight at
- * a time. Weights are exp((logit - largest) / T) in fixed point (44 bits), so that their sums do not depend on the order
- * of addition; the exponential itself is single precision.
+ * first), and "the first token whose cumulated weight reaches a target" is found by descending that order's bits
+ * eight at a time. Weights are exp((logit - largest) / T) in fixed point (44 bits), so that their sums do not depend
+ * on the order of addition; the exponential itself is single precision.
  */
 #define OM_BINS 256
 struct om_rank {
@@ -28,7 +28,9 @@ __device__ __forceinline__ u64 om_order(float logit, int id) {
 __device__ __forceinline__ u64 om_weight(float logit, float t) {
   return (u64)(expf((logit - om_ranks.top) / t) * 17592186044416.0f);
 }
-__device__ __forceinline__ float om_logit(const u64 *row, int i) { return __uint_as_float((u32)om_peek(row + i)); }
+__device__ __forceinline__ float om_logit(const u64 *row, int i) {
+  return __uint_as_float((u32)om_peek(row + i));
+}
 
 /* The order of the first token, from the best down, at which the sum of weights (t > 0) or the count (t = 0) reaches
  * `target`; `om_ranks.before` is the sum ahead of it. Tokens below `floor` do not count. */
@@ -108,7 +110,8 @@ __device__ __noinline__ int om_draw(const om_state s, const u64 *row, int slot, 
     mass = om_ranks.before + om_weight(om_logit(row, last), t);
     om_sync();
   }
-  const double u = (double)(om_hash(p->seed[slot] ^ om_hash((u64)(p->position[slot] + s.step))) >> 11) * 1.1102230246251565e-16;
+  const double u =
+      (double)(om_hash(p->seed[slot] ^ om_hash((u64)(p->position[slot] + s.step))) >> 11) * 1.1102230246251565e-16;
   const u64 target = (u64)(u * (double)mass) + 1;
   const u64 found = om_descend(s, row, t, target < mass ? target : mass, floor);
   return 0xffffff - (int)(found & 0xffffff);

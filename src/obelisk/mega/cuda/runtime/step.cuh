@@ -10,30 +10,34 @@ __device__ __forceinline__ void om_own(int kind, int turn, int &from, int &to) {
 
 /* Units of a product that ends in the residual stream, part by part: `fill(part)` makes the inputs. */
 template <int KIND, int BLOCKS_K, class Fill>
-__device__ __forceinline__ void om_residual_product(om_state &s, char *values, const float *bias, int kept, u32 mark, int kind,
-                                                    const Fill &fill) {
+__device__ __forceinline__ void om_residual_product(om_state &s, char *values, const float *bias, int kept, u32 mark,
+                                                    int kind, const Fill &fill) {
   const int begin = om_share(KIND, s.turn), end = om_share(KIND, s.turn + 1);
   for (int u = begin; u < end;) {
     const int part = u / OM_HIDDEN_TILES, stop = min(end, (part + 1) * OM_HIDDEN_TILES);
     const u64 t0 = om_stamp(s);
     fill(part);
     const u64 t1 = om_span(s, kind - 1, t0);
-    om_out_residual out{{s, values + (size_t)part * (OM_BATCH * OM_HIDDEN_ROWS * 4), part ? nullptr : bias, u - part * OM_HIDDEN_TILES, mark},
-                        part ? nullptr : (const float *)(om_memory + OM_AT_RESIDUAL), kept};
+    om_out_residual out{{s, values + (size_t)part * (OM_BATCH * OM_HIDDEN_ROWS * 4), part ? nullptr : bias,
+                         u - part * OM_HIDDEN_TILES, mark},
+                        part ? nullptr : (const float *)(om_memory + OM_AT_RESIDUAL),
+                        kept};
     om_product<BLOCKS_K>(s, stop - u, out);
     om_span(s, kind, t1);
     u = stop;
   }
 }
 
-#define OM_EDGE_DONE(barrier, edge) if (barrier) om_meet(s, edge)
+#define OM_EDGE_DONE(barrier, edge) \
+  if (barrier) om_meet(s, edge)
 
 #define OM_STREAM_BYTES (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS * 4) /* of what the down projection writes */
 
 __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
   const u32 mark = tag & 7, use = (p->uses + s.step * OM_LAYERS + s.layer + 1) & 1;
-  char *const qkv = between + OM_PLACE_QKV, *const pieces = between + OM_PLACE_PART, *const masses = between + OM_PLACE_MASS;
+  char *const qkv = between + OM_PLACE_QKV, *const pieces = between + OM_PLACE_PART,
+              *const masses = between + OM_PLACE_MASS;
   char *const o = between + OM_PLACE_O, *const act = between + OM_PLACE_ACT;
   char *const down = between + OM_PLACE_DOWN + (s.layer & 1) * OM_STREAM_BYTES;
   const char *const before = between + OM_PLACE_DOWN + (~s.layer & 1) * OM_STREAM_BYTES;
@@ -41,8 +45,9 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   u64 t = om_stamp(s);
   om_own(OM_O, s.turn, from, to);
   const float *gain = om_vector(p, s.layer, OM_AT_NORM_IN);
-  float2 root = s.layer == 0 ? om_fill_norm<1, true>(s, before, 0, 0, gain, from, to)
-                            : om_fill_norm<OM_DOWN_SPLIT, false>(s, before, (tag - 1) & 7, OM_EDGE_DOWN, gain, from, to);
+  float2 root = s.layer == 0
+                    ? om_fill_norm<1, true>(s, before, 0, 0, gain, from, to)
+                    : om_fill_norm<OM_DOWN_SPLIT, false>(s, before, (tag - 1) & 7, OM_EDGE_DOWN, gain, from, to);
   t = om_span(s, OM_SPAN_NORM_IN, t);
   {
     const int first = om_share(OM_QKV, s.turn);
@@ -52,11 +57,13 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   }
   OM_EDGE_DONE(OM_BARRIER_QKV, OM_EDGE_QKV);
   for (int item = s.turn; item < OM_ITEMS; item += OM_BLOCKS)
-    om_attend_item(s, item, qkv, pieces, masses, mark, use, om_vector(p, s.layer, OM_AT_Q_GAIN), om_vector(p, s.layer, OM_AT_K_GAIN));
+    om_attend_item(s, item, qkv, pieces, masses, mark, use, om_vector(p, s.layer, OM_AT_Q_GAIN),
+                   om_vector(p, s.layer, OM_AT_K_GAIN));
   om_span(s, OM_SPAN_ATTEND, t);
   OM_EDGE_DONE(OM_BARRIER_ATTEND, OM_EDGE_ATTEND);
-  om_residual_product<OM_O, OM_Q_K / OM_O_SPLIT>(s, o, om_vector(p, s.layer, OM_AT_O_BIAS), from, mark, OM_SPAN_O,
-                                                 [&](int part) { om_fill_attention(s, pieces, masses, mark, use, part); });
+  om_residual_product<OM_O, OM_Q_K / OM_O_SPLIT>(
+      s, o, om_vector(p, s.layer, OM_AT_O_BIAS), from, mark, OM_SPAN_O,
+      [&](int part) { om_fill_attention(s, pieces, masses, mark, use, part); });
   OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
   t = om_stamp(s);
   om_own(OM_DOWN, s.turn, from, to);
@@ -70,7 +77,8 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   }
   OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
   om_residual_product<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT>(s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), from, mark,
-                                                         OM_SPAN_DOWN, [&](int part) { om_fill_act(s, act, use, part); });
+                                                         OM_SPAN_DOWN,
+                                                         [&](int part) { om_fill_act(s, act, use, part); });
   OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
 }
 
@@ -79,7 +87,7 @@ __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
   const char *const before = between + OM_PLACE_DOWN + ((OM_LAYERS - 1) & 1) * OM_STREAM_BYTES;
   u64 t = om_stamp(s);
   const float2 root = om_fill_norm<OM_DOWN_SPLIT, false>(s, before, (tag - 1) & 7, OM_EDGE_DOWN,
-                                                        (const float *)(p->weights + OM_AT_NORM_FINAL), 0, 0);
+                                                         (const float *)(p->weights + OM_AT_NORM_FINAL), 0, 0);
   t = om_span(s, OM_SPAN_NORM_FINAL, t);
   float best[2] = {-OM_INFINITY, -OM_INFINITY};
   int best_id[2] = {0x7fffffff, 0x7fffffff};
@@ -108,19 +116,21 @@ __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
       const float x = om.best[w][slot];
       if (x > top || (x == top && om.best_id[w][slot] < id)) top = x, id = om.best_id[w][slot];
     }
-    om_put2((u64 *)(between + OM_PLACE_BEST) + ((size_t)slot * OM_BLOCKS + s.block()) * 2, __float_as_uint(top), (u32)id, tag);
+    om_put2((u64 *)(between + OM_PLACE_BEST) + ((size_t)slot * OM_BLOCKS + s.block()) * 2, __float_as_uint(top),
+            (u32)id, tag);
   }
   om_span(s, OM_SPAN_HEAD, t);
   OM_EDGE_DONE(OM_BARRIER_HEAD, OM_EDGE_HEAD);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
-obelisk_mega(const __grid_constant__ om_launch launch) {
+    obelisk_mega(const __grid_constant__ om_launch launch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x;
   const om_launch *const p = &launch;
   if (threadIdx.x == 0) {
     for (int i = 0; i < OM_STAGES; i++) {
-      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(om_address(&om.full[i])), "r"(OM_BULK ? 1 : 32 * OM_LOADERS));
+      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(om_address(&om.full[i])),
+                   "r"(OM_BULK ? 1 : 32 * OM_LOADERS));
       asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(om_address(&om.empty[i])));
     }
     for (int i = 0; i < OM_WINDOW; i++) om.arrived[i] = 0;
@@ -155,13 +165,16 @@ obelisk_mega(const __grid_constant__ om_launch launch) {
       if (s.turn >= OM_BLOCKS) s.turn -= OM_BLOCKS;
     }
     tag++;
-    if (om_has_head(p, s.step)) om_head(s, p->values_between, tag);
-    else om_meet(s, OM_EDGE_STEP); /* nothing else orders a prompt's steps */
+    if (om_has_head(p, s.step))
+      om_head(s, p->values_between, tag);
+    else
+      om_meet(s, OM_EDGE_STEP); /* nothing else orders a prompt's steps */
     om_next(s, p->values_between, tag);
   }
   if (threadIdx.x == 0) {
     if (p->trace_room) p->traced[block] = om.traced;
     if (block == 0)
-      for (int b = 0; b < OM_BATCH; b++) p->made[b] = om.made[b], p->reason[b] = om.done[b], p->position_out[b] = om.reached[b];
+      for (int b = 0; b < OM_BATCH; b++)
+        p->made[b] = om.made[b], p->reason[b] = om.done[b], p->position_out[b] = om.reached[b];
   }
 }
