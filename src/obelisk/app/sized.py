@@ -26,7 +26,7 @@ from obelisk.build import Library, compile_c, compiler_identity
 from obelisk.build.library import aligned_bytes
 from obelisk.cache import CacheKey, Store, cache_key
 from obelisk.ir import Graph
-from obelisk.ir.family import FamilyGraph, family_text, parse_family, probes
+from obelisk.ir.family import FamilyGraph, Linear, family_text, parse_family, probes
 from obelisk.ir.text import to_text
 from obelisk.lower.cpu import lower_cpu, variants
 from obelisk.machine import Machine, estimate, find
@@ -44,7 +44,7 @@ from obelisk.search.units import VERSION
 from obelisk.tune import Status
 from obelisk.tune.inputs import Inputs, input_specs, output_specs
 from obelisk.tune.judge import fill, judge, reference
-from obelisk.verify import Case, FamilyVerdict, Verdict, VerdictKind, Verifier, verify_family
+from obelisk.verify import Case, Cut, FamilyVerdict, Verdict, VerdictKind, Verifier, verify_family
 
 SCHEMA = 1
 EVERY_SIZE = 512  # ranges up to this are looked at size by size
@@ -499,6 +499,10 @@ def _keep(key: CacheKey, made: CompiledFamily) -> None:
             "forms": sorted(s.verdict.forms),
             "tested": list(s.verdict.tested),
             "seen": sorted(s.verdict.seen),
+            "cuts": [
+                [c.program, c.candidate, [[a, r.factor, r.offset] for a, r in c.rules]]
+                for c in s.verdict.cuts
+            ],
         }
         for s in made.structures
     ]
@@ -532,7 +536,11 @@ def _fetch(
 
 def _read_structure(row: dict[str, Any]) -> Structure:
     verdict = Verdict(VerdictKind(row["kind"]), row["bound"], row["seconds"], None)
+    cuts = tuple(
+        Cut(p, c, tuple((a, Linear(factor, offset)) for a, factor, offset in rules))
+        for p, c, rules in row["cuts"]
+    )
     reach = FamilyVerdict(
-        verdict, frozenset(row["forms"]), tuple(row["tested"]), frozenset(row["seen"])
+        verdict, frozenset(row["forms"]), tuple(row["tested"]), frozenset(row["seen"]), cuts
     )
     return Structure(read_plan(row["plan"]), row["note"], reach)

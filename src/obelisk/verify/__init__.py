@@ -6,10 +6,12 @@ equality saturation. Nothing here is shared with the search that makes the candi
 
 from obelisk.verify.family import Case, FamilyVerdict, form_of, verify_family
 from obelisk.verify.judge import Verifier, verify, verify_many
+from obelisk.verify.pieces import Cut
 from obelisk.verify.verdict import JudgeResult, Verdict, VerdictKind, refuted_malformed
 
 __all__ = [
     "Case",
+    "Cut",
     "FamilyVerdict",
     "JudgeResult",
     "Verdict",

@@ -18,6 +18,7 @@ from obelisk.base.digest import digest
 from obelisk.ir.family import Dim, Linear
 from obelisk.ir.graph import Graph
 from obelisk.verify.judge import Verifier
+from obelisk.verify.pieces import Cut, find_cuts, pose_pieces, same_structure, with_rules
 from obelisk.verify.prove import Obligation, Prover, pose
 from obelisk.verify.terms import Unprovable
 from obelisk.verify.verdict import JudgeResult, Verdict, VerdictKind
@@ -46,12 +47,14 @@ class FamilyVerdict:
         forms: digests of the proved forms.
         tested: sizes at which fields and floats found no difference.
         seen: digests of the candidate's graphs at those sizes.
+        cuts: where the graphs were cut into pieces, for the forms that are proved so.
     """
 
     verdict: Verdict
     forms: frozenset[str]
     tested: tuple[int, ...]
     seen: frozenset[str] = frozenset()
+    cuts: tuple[Cut, ...] = ()
 
     def covers(self, program: Graph, candidate: Graph, varying: Dims) -> bool:
         """Whether the verdict reaches this pair: its form is proved, or this very graph was
@@ -59,24 +62,38 @@ class FamilyVerdict:
         """
         if not self.verdict.accepted:
             return False
-        return candidate.digest in self.seen or form_of(program, candidate, varying) in self.forms
+        if candidate.digest in self.seen or form_of(program, candidate, varying) in self.forms:
+            return True
+        pieces = _posed_pieces(program, candidate, self.cuts, varying) if self.cuts else []
+        return bool(pieces) and _form(pieces) in self.forms
 
 
 def form_of(program: Graph, candidate: Graph, varying: Dims) -> str | None:
     """The form of a pair; None where the prover has none. Takes milliseconds, and no proof."""
-    obligation = _posed(program, candidate, varying)
-    return None if obligation is None else _form(obligation)
+    whole = _posed(program, candidate, varying)
+    return _form(whole) if whole else None
 
 
-def _posed(program: Graph, candidate: Graph, varying: Dims) -> Obligation | None:
+def _posed(program: Graph, candidate: Graph, varying: Dims) -> list[Obligation]:
+    """The obligation of the whole; nothing where it has none."""
     try:
-        return pose(program, candidate, varying)
+        return [pose(program, candidate, varying)]
     except (Unprovable, RecursionError):
-        return None
+        return []
 
 
-def _form(obligation: Obligation) -> str:
-    return digest("form", obligation.text)
+def _posed_pieces(
+    program: Graph, candidate: Graph, cuts: Sequence[Cut], varying: Dims
+) -> list[Obligation]:
+    """The obligations of the pieces; nothing where one has none."""
+    try:
+        return pose_pieces(program, candidate, cuts, varying)
+    except (Unprovable, RecursionError):
+        return []
+
+
+def _form(obligations: Sequence[Obligation]) -> str:
+    return digest("form", *(o.text for o in obligations))
 
 
 def verify_family(
@@ -94,7 +111,8 @@ def verify_family(
     """
     began = time.perf_counter()
     judges: list[JudgeResult] = []
-    groups = _grouped(cases, varying, judges, proof)
+    forms = _Forms(cases, varying, judges, seed)
+    groups = forms.grouped(cases, proof)
     open_at = next((m[0].size for ok, m in groups.values() if not ok), None)
     if proof and open_at is not None:
         why = f"not proved at {dim.name} {open_at}"
@@ -124,35 +142,80 @@ def verify_family(
     kind = VerdictKind.PROVED if len(proved) == len(groups) else VerdictKind.TESTED
     bound = _bound(dim, cases, groups, tested)
     verdict = Verdict(kind, bound, time.perf_counter() - began, None, tuple(judges))
-    return FamilyVerdict(verdict, frozenset(proved), tuple(tested), frozenset(seen))
+    cuts = forms.cuts if forms.cut else ()
+    return FamilyVerdict(verdict, frozenset(proved), tuple(tested), frozenset(seen), cuts)
 
 
-def _grouped(
-    cases: Sequence[Case], dims: Dims, judges: list[JudgeResult], proof: bool
-) -> dict[str, tuple[bool, list[Case]]]:
-    """Cases by form (those without one by themselves), each with whether its form is proved; with
-    `proof` only up to the first that is not.
+class _Forms:
+    """Finds the forms of cases and proves each once: of the whole, and from the first failure of
+    that on, of the pieces.
     """
-    prover = Prover()
-    groups: dict[str, tuple[bool, list[Case]]] = {}
-    for case in cases:
-        obligation = _posed(case.program, case.candidate, dims)
-        key = "no form" if obligation is None else _form(obligation)
-        if key not in groups:
-            joined = False
-            if obligation is not None:
-                found: Obligation = obligation
-                tried = prover.settle(lambda given=found: given)  # type: ignore[misc]
-                joined = tried.joined
-                judges.append(
-                    JudgeResult("proof", joined or None, f"form {key[:12]}: {tried.detail}",
-                                tried.seconds)
-                )  # fmt: skip
-            groups[key] = (joined, [])
-        groups[key][1].append(case)
-        if proof and not groups[key][0]:
-            break
-    return groups
+
+    def __init__(
+        self, cases: Sequence[Case], dims: Dims, judges: list[JudgeResult], seed: int
+    ) -> None:
+        self.cases, self.dims, self.judges, self.seed = cases, dims, judges, seed
+        self.prover = Prover()
+        self.cuts: tuple[Cut, ...] = ()
+        self.cut = False  # whether pieces are tried
+        self.known: dict[str, bool] = {}  # form: proved
+
+    def grouped(self, cases: Sequence[Case], proof: bool) -> dict[str, tuple[bool, list[Case]]]:
+        """Cases by form (those without one together), each form with whether it is proved; with
+        `proof` only up to the first that is not.
+        """
+        groups: dict[str, tuple[bool, list[Case]]] = {}
+        for case in cases:
+            key = self.form(case)
+            groups.setdefault(key, (self.known[key], []))[1].append(case)
+            if proof and not self.known[key]:
+                break
+        return groups
+
+    def form(self, case: Case) -> str:
+        """The form of a case, proved if it can be."""
+        whole = _posed(case.program, case.candidate, self.dims)
+        key = _form(whole) if whole else "no form"
+        if key not in self.known and not self.cut:
+            self.settled(key, whole)
+        if self.known.get(key):
+            return key
+        if not self.cut:
+            self.cut, self.cuts = True, self._cuts()
+        pieces = _posed_pieces(case.program, case.candidate, self.cuts, self.dims)
+        if not pieces:
+            self.known.setdefault(key, False)
+            return key
+        own = _form(pieces)
+        if own not in self.known:
+            self.settled(own, pieces)
+        return own
+
+    def settled(self, key: str, obligations: Sequence[Obligation]) -> bool:
+        """Try to prove a form."""
+        joined = bool(obligations)
+        for k, obligation in enumerate(obligations):
+            tried = self.prover.settle(lambda given=obligation: given)  # type: ignore[misc]
+            joined = joined and tried.joined
+            part = f" piece {k + 1} of {len(obligations)}" if len(obligations) > 1 else ""
+            told = f"form {key[:12]}{part}: {tried.detail}"
+            self.judges.append(JudgeResult("proof", tried.joined or None, told, tried.seconds))
+            if not joined:
+                break
+        self.known[key] = joined
+        return joined
+
+    def _cuts(self) -> tuple[Cut, ...]:
+        """Cuts found at the smallest size at which few values agree by chance, with the rules of
+        their extents.
+        """
+        first, last = self.cases[0], self.cases[-1]
+        case = next((c for c in self.cases if c.size > 3), last)
+        cuts = find_cuts(case.program, case.candidate, self.seed)
+        small = next((c for c in self.cases if c.size > 1), first)
+        if small.size == last.size or not same_structure(small.program, last.program):
+            return cuts
+        return with_rules(cuts, small.program, last.program, (small.size, last.size))
 
 
 def _spread(members: Sequence[Case]) -> list[Case]:

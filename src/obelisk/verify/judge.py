@@ -20,7 +20,8 @@ from obelisk.verify.constants import meant
 from obelisk.verify.fieldtest import Agreement, FieldOutcome, run_instance
 from obelisk.verify.floats import Difference, Effort, FloatJudge
 from obelisk.verify.instances import Instance, full_instance, instances, work_of
-from obelisk.verify.prove import Prover
+from obelisk.verify.pieces import find_cuts, prove_pieces, same_structure
+from obelisk.verify.prove import Proof, Prover
 from obelisk.verify.verdict import JudgeResult, Verdict, VerdictKind, refuted_malformed
 
 _DRAWS = 2  # field draws per instance
@@ -192,7 +193,7 @@ class _Case:
         cheap.
         """
         started = time.perf_counter()
-        proof = self.v.prover.prove(self.v.program, self.candidate)
+        proof = self._proof(cases)
         self._note("proof", True if proof.joined else None, proof.detail, started)
         own = full_instance(self.v.program, self.candidate)
         if not any(c.full for c in cases) and self.v.floats.affordable(
@@ -209,6 +210,19 @@ class _Case:
             claim = _claim(self.v.program, self.candidate)
             return self._end(VerdictKind.PROVED, f"{claim}; also {bound}", None)
         return self._end(VerdictKind.TESTED, bound, None)
+
+    def _proof(self, cases: Sequence[Instance]) -> Proof:
+        """Of the whole, or kernel by kernel where the whole is too much."""
+        program, candidate = self.v.program, self.candidate
+        whole = self.v.prover.prove(program, candidate)
+        small = cases[0]
+        if whole.joined or not (
+            same_structure(small.program, program) and same_structure(small.candidate, candidate)
+        ):
+            return whole
+        cuts = find_cuts(small.program, small.candidate, self.v.seed)
+        pieces = prove_pieces(self.v.prover, program, candidate, cuts)
+        return pieces if pieces.joined else Proof(False, f"{whole.detail}; {pieces.detail}", 0.0)
 
     def _accept_here(self, own: Instance, outcome: FieldOutcome) -> Verdict:
         """The graphs agree at these sizes and not at smaller ones."""

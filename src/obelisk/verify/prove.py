@@ -125,19 +125,28 @@ class Obligation:
     namer: _Namer
     names: list[tuple[str, str]]
 
+    @property
+    def infinite(self) -> bool:
+        """Whether -inf occurs in it."""
+        return self.namer.infinite
+
 
 def pose(
-    program: Graph, candidate: Graph, varying: Mapping[tuple[int, int], Linear] | None = None
+    program: Graph,
+    candidate: Graph,
+    varying: Mapping[tuple[int, int], Linear] | None = None,
+    infinite: bool = False,
 ) -> Obligation:
     """The obligation that program and candidate are equal. The extents of the input dims `varying`
     (input, dim) are kept out of it: of their digits only that they are filled is said, and sizes of
-    such dims are symbols, positive numbers of which nothing else is known.
+    such dims are symbols, positive numbers of which nothing else is known. With `infinite` inputs
+    may be infinite, so that rules for finite operands stay away.
 
     Raises `Unprovable` where the graphs have no form for the prover.
     """
     translator = Translator(varying)
     wanted = goals(program, candidate, translator)
-    namer = _Namer(translator, wanted)
+    namer = _Namer(translator, wanted, infinite)
     names = [(namer.goal(g.at, g.program), namer.goal(g.at, g.candidate)) for g in wanted]
     said = [f"(Goal {k} {a} {b})" for k, (a, b) in enumerate(names)]
     flags = f"; infinite {namer.infinite}, clipped {bool(namer.clipped)}"
@@ -222,6 +231,7 @@ class _Namer:
         self,
         translator: Translator,
         wanted: list[Goal],
+        infinite: bool,
     ) -> None:
         self.translator = translator
         self.parent: dict[Key, Key] = {}
@@ -241,7 +251,7 @@ class _Namer:
         self.within: dict[
             str, frozenset[str]
         ] = {}  # name -> sets of the sums that are linear in it
-        self.infinite = False
+        self.infinite = infinite
         self.memo: dict[object, str] = {}
         self.digits: dict[Term, frozenset[Var]] = {}
         leaves = _inputs([t for g in wanted for t in (g.program, g.candidate)])
