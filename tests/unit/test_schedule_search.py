@@ -274,3 +274,16 @@ def test_more_context_is_cut_into_more_pieces() -> None:
     assert pieces[0] < pieces[-1]
     times = [c.timeline.seconds for c in found]
     assert times == sorted(times)
+
+
+def test_where_the_default_does_not_fit_the_search_may_and_else_says_what_does_not() -> None:
+    """Eight slots of an 8B model under 99 KB need chunks of 1 KB; with 80 KB nothing fits."""
+    model, work = replace(gpu_model("Qwen3-8B", 2), vocab=2048), bf16(8, 64)
+    card = find("sm_86")
+    with pytest.raises(Infeasible, match="shared memory"):
+        default_tiling(model, work, card)
+    best, account = search_gpu(model, work, card, keep=1, judged=0, limit=3)
+    assert best[0].fit.shared.total <= 99 * 1024
+    assert dict(account.pruned)["shared memory"] > 0
+    with pytest.raises(Infeasible, match=r"of \d+ cuts none fits: use a smaller batch"):
+        search_gpu(model, work, replace(card, shared_bytes=80 * 1024))

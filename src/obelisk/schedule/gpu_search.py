@@ -29,6 +29,7 @@ from obelisk.base.progress import Progress, Silent
 from obelisk.machine import Feature, Machine
 from obelisk.schedule.gpu import (
     EDGES,
+    K_BLOCK,
     MAX_STAGES,
     GpuTiling,
     default_tiling,
@@ -145,6 +146,16 @@ def _ring(step: GpuStep, machine: Machine) -> GpuTiling:
     return t
 
 
+def _default(
+    model: ModelConfig, work: Workload, machine: Machine, blocks: int
+) -> tuple[GpuTiling, ...]:
+    """The tiling that is taken without a search, if it fits."""
+    try:
+        return (default_tiling(model, work, machine, blocks),)
+    except Infeasible:
+        return ()
+
+
 def space(
     model: ModelConfig, work: Workload, machine: Machine, blocks: int
 ) -> Iterator[tuple[GpuTiling, Fusion]]:
@@ -158,7 +169,10 @@ def space(
     down_splits = _splits(model.hidden, model.ffn, blocks)
     pieces = [p for p in PIECES if p == 1 or p * groups <= 4 * blocks]
     turns: dict[tuple[int, int], int] = {}
-    for cols, warps, o, down in product(CHUNK_COLS, WARPS, o_splits, down_splits):
+    default = _default(model, work, machine, blocks)
+    # Chunks so small that they cost are tried only where nothing else may fit.
+    widths = CHUNK_COLS if default else (K_BLOCK, *CHUNK_COLS)
+    for cols, warps, o, down in product(widths, WARPS, o_splits, down_splits):
         t = GpuTiling(
             blocks, chunk_cols=cols, stages=warps, warps=warps, in_flight=2, o_split=o,
             down_split=down, kv_pieces=1, rotate=0, bulk=bulk,
@@ -171,8 +185,7 @@ def space(
         for flight, kv, waits in product(sorted({*flights, t.stages}), pieces, BARRIERS):
             full = replace(t, in_flight=flight, kv_pieces=kv, barriers=waits)
             yield replace(full, in_flight_waiting=default_waiting(full)), EMITTED
-    for fusion in FUSIONS[1:]:
-        yield default_tiling(model, work, machine, blocks), fusion
+    yield from product(default, FUSIONS[1:])
 
 
 # ---- bounds and costs ----
@@ -338,10 +351,7 @@ class _Search:
 
     def default(self) -> tuple[GpuTiling, ...]:
         """The tiling that is taken without a search, if it fits."""
-        try:
-            return (default_tiling(self.model, self.work, self.machine, self.blocks),)
-        except Infeasible:
-            return ()
+        return _default(self.model, self.work, self.machine, self.blocks)
 
     def _simulate(self, t: GpuTiling, need: Fit, fusion: Fusion) -> GpuTimeline:
         name = _name(t, fusion)
@@ -493,7 +503,10 @@ def search_gpu(
     run = _Search(model, work, machine, grid, Checkpoint(checkpoint, key, resume), listener)
     run.prune()
     if not run.fitting:
-        raise Infeasible(f"no megakernel for {machine.name}: " + "; ".join(run.examples))
+        raise Infeasible(
+            f"no megakernel for {machine.name}: {'; '.join(run.examples)} (of {run.tried} cuts "
+            "none fits: use a smaller batch or a device with more shared memory)"
+        )
     finished = run.rank(keep, limit, None if seconds is None else start + seconds)
     run.checkpoint.save()
     best = run.kept(keep)
