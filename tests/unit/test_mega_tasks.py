@@ -230,7 +230,7 @@ def test_gate_and_up(bodies: Bodies) -> None:
     assert (out[:, 77:] == 0).all()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 63, 64, 65, 127, 129, 257])
+@pytest.mark.parametrize("n", [1, 2, 3, 63, 64, 65, 127, 128, 129, 257])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_attention_pieces(bodies: Bodies, n: int, scale: float) -> None:
     """Record R26: lengths around the block's edges, small and large scores; two pieces joined."""

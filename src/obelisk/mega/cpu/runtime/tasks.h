@@ -138,7 +138,8 @@ static __attribute__((noinline, unused)) void om_qkv(om_state *s, long layer, lo
   }
 }
 
-#define OM_BLOCK 64 /* positions whose scores are kept at a time */
+/* Positions whose scores are kept at a time; on Zen 4, 128 instead of 64 make attention a quarter faster. */
+#define OM_BLOCK (OB_LANES == 16 ? 128 : 64)
 /* Query heads that share what is loaded of a key or a value, and columns of values summed at a time: as many sums as
  * keep the multipliers busy, and no more than there are registers. */
 #define OM_HEADS (OM_GROUP % 4 == 0 && OB_LANES == 16 ? 4 : OM_GROUP % 3 == 0 ? 3 : OM_GROUP % 2 == 0 ? 2 : 1)
