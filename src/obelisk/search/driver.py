@@ -299,12 +299,9 @@ class _Search:
         return SearchResult(tuple(candidates[: self.space.keep]), self._stats())
 
     def _candidates(self, partition: Partition) -> list[Candidate]:
-        cover = partition.shortest(known_only=True)
-        if cover is None:
-            return []
         out: dict[str, Candidate] = {}
         moments: dict[str, float] = {}
-        for chosen, note in _alternatives(cover, self.space.keep):
+        for cover, chosen, note in _in_turn(partition.covers(), self.space.keep):
             if len(out) >= self.space.keep - 1:
                 break
             outputs = partition.assemble(cover, lambda i, c=chosen: self._instance(i, c))  # type: ignore[misc]
@@ -378,10 +375,36 @@ class _Stage:
         self.account[self.name] = self.account.get(self.name, 0.0) + spent
 
 
+def _in_turn(covers: Iterable[Cover], keep: int) -> Iterator[tuple[Cover, dict[int, Choice], str]]:
+    """The alternatives of several covers, one of each in turn."""
+    streams = [(cover, _alternatives(cover, keep)) for cover in covers]
+    while streams:
+        left = []
+        for cover, stream in streams:
+            found = next(stream, None)
+            if found is not None:
+                yield (cover, *found)
+                left.append((cover, stream))
+        streams = left
+
+
 def _alternatives(cover: Cover, keep: int) -> Iterator[tuple[dict[int, Choice], str]]:
-    """The best choice everywhere, then one interval varied at a time, its skeletons in turn."""
-    best = {id(i): i.choices[0] for i in cover.intervals if i.choices}
+    """The best choice everywhere, the best without second kernels everywhere, the best without
+    unshifted exponentials everywhere, then one interval varied at a time, its skeletons in turn.
+    """
+    best = {
+        id(i): i.choices[0]
+        for i in cover.intervals
+        if i.choices and i.choices[0].seconds <= (i.seconds or 0.0)  # else its operator as it is
+    }
     yield best, _note(best.values())
+    for wanted in (lambda c: c.skeleton.schedule.split is None, lambda c: c.skeleton.safe):
+        chosen = {
+            id(i): next(filter(wanted, i.choices or ()), best[id(i)])
+            for i in cover.intervals
+            if id(i) in best
+        }
+        yield chosen, _note(chosen.values())
     for interval in cover.intervals:
         for other in _diverse(interval.choices or [], keep):
             yield {**best, id(interval): other}, _note([other])

@@ -240,17 +240,17 @@ class Partition:
             work = max(0.0, best - self._launch)
             self.efficiency = min(self.efficiency, max(1.0, work / interval.bound))
 
-    def shortest(
-        self, known_only: bool, banned: frozenset[tuple[int, int]] = frozenset()
-    ) -> Cover | None:
-        """The cheapest path; with `known_only` over searched intervals and single operators."""
+    def shortest(self, known_only: bool, fee: float = 0.0) -> Cover | None:
+        """The cheapest path; with `known_only` over searched intervals and single operators. Each
+        interval that costs anything costs `fee` seconds more.
+        """
         n = len(self.order)
         best: list[float] = [0.0] + [inf] * n
         back: list[Interval | None] = [None] * (n + 1)
         start = [0] * (n + 1)
         for j in range(1, n + 1):
             for i in range(max(0, j - self.window), j):
-                if best[i] == inf or (i, j) in banned:
+                if best[i] == inf:
                     continue
                 got = self.interval(i, j)
                 if got is None:
@@ -264,6 +264,7 @@ class Partition:
                     value = self._primitive[got.nodes[0]]
                 else:
                     continue
+                value += fee if value else 0.0
                 if best[i] + value < best[j]:
                     best[j], back[j], start[j] = best[i] + value, got, i
         if best[n] == inf:
@@ -277,6 +278,19 @@ class Partition:
             j = start[j]
         path.reverse()
         return Cover(tuple(path), best[n], all(p.seconds is not None for p in path))
+
+    def covers(self) -> list[Cover]:
+        """The best cover of what is searched, and the best one if every kernel cost a share of its
+        time more, where that is another: fewer kernels at nearly the same prediction.
+        """
+        best = self.shortest(known_only=True)
+        if best is None:
+            return []
+        fee = WORTH * best.seconds / max(1, len(best.intervals))
+        fewer = self.shortest(known_only=True, fee=fee)
+        if fewer is None or fewer.intervals == best.intervals:
+            return [best]
+        return [best, fewer]
 
     def wanted(self) -> list[Interval]:
         """The intervals of the shortest path that are not searched yet; none when no path is
