@@ -9,6 +9,7 @@ from tests.gpu_schedules import bf16, gpu_model
 
 from obelisk.base.errors import BuildFailed, Infeasible, InternalError, KernelFault
 from obelisk.machine import find
+from obelisk.mega.cuda import emit_cuda
 from obelisk.schedule.gpu_profile import profile, refit
 from obelisk.schedule.gpu_search import GpuChoice, micro_costs, search_gpu
 from obelisk.schedule.gpu_simulate import simulate_gpu
@@ -22,6 +23,17 @@ MODEL, WORK = gpu_model("SmolLM2-135M"), bf16()
 def choices() -> list[GpuChoice]:
     """A few ranked choices."""
     return search_gpu(MODEL, WORK, H200, keep=4, judged=0, limit=30)[0]
+
+
+def test_every_choice_can_be_emitted(choices: list[GpuChoice]) -> None:
+    """What the search keeps the emitter takes, each as a text of its own; with 99 KB and without a
+    copy engine, too.
+    """
+    ada = find("sm_89")
+    others = search_gpu(MODEL, WORK, ada, keep=3, judged=0, limit=30)[0]
+    texts = [emit_cuda(MODEL, WORK, c.tiling, H200).source for c in choices]
+    texts += [emit_cuda(MODEL, WORK, c.tiling, ada).source for c in others]
+    assert len(set(texts)) == len(choices) + len(others)
 
 
 def test_the_fastest_measured_wins_not_the_best_predicted(choices: list[GpuChoice]) -> None:

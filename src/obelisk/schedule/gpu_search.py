@@ -499,7 +499,8 @@ def search_gpu(
     grid = min(machine.cores if blocks is None else blocks, up_tiles(model))
     if grid < 1:
         raise Infeasible(f"{grid} blocks: a schedule needs at least one")
-    key = digest("gpu-search", model.digest, repr(work), machine.digest, str(grid))
+    parts = (model.digest, repr(work), machine.digest, str(grid), repr(costs_of(machine)))
+    key = digest("gpu-search", *parts)
     run = _Search(model, work, machine, grid, Checkpoint(checkpoint, key, resume), listener)
     run.prune()
     if not run.fitting:
