@@ -128,6 +128,14 @@ def test_faults_and_stamps_are_told_in_words() -> None:
     assert out[1, 0, 1] == 0.0
 
 
+def test_a_debug_mode_that_is_not_there_is_refused() -> None:
+    """Nothing is ignored in silence."""
+    session = CudaSession.__new__(CudaSession)
+    session.plan, session.debug, session.position = plan_of(), True, np.zeros(2, np.int32)
+    with pytest.raises(UserError, match="no debug mode"):
+        session.launch([[1]], [1])
+
+
 class _Stand:
     """A device that is right, or not: the float64 meanings behind the interface of a session."""
 

@@ -235,6 +235,11 @@ class CudaSession(Session):
         return self._run(work, stops, total if steps is None else min(steps, total))
 
     def _run(self, work: Sequence[_Slot], stops: Sequence[int], count: int) -> list[SlotRun]:
+        if self.debug:
+            raise UserError(
+                "a CUDA plan has no debug mode: debug a CPU plan of the same model, or compare "
+                "the logits (keep_logits)"
+            )
         batch, device, blocks = self.plan.batch, self.device, self.kernel.blocks
         self.steps_done, self.spans = 0, []
         if count < 1:
