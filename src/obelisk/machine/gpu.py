@@ -7,6 +7,7 @@ costs a barrier. Values stay in registers where generated code keeps them there 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,6 +29,7 @@ BUSY_THREADS = 256  # resident threads of an SM from which its units can be kept
 STAGE = 64  # elements of the loop that one stage of a pipeline holds
 STAGES = 4  # tiles of a group in flight
 ROWS_OF_A_WARP = 32
+MOST_REGISTERS = 160  # of a thread for one tile
 MOST_ROWS = 512  # of products whose values stay in registers
 _TILE_K = {DType.F16: 16, DType.BF16: 16, DType.F8E4M3: 32, DType.I8: 32, DType.I4: 64}
 
@@ -72,13 +74,15 @@ def form(block: BlockGraph) -> Form:
         and all(i.dtype in (DType.F16, DType.BF16) for p in products for i in p.inputs)
     )
     moved = any(n.op in (Op.CONCAT, Op.SLICE) for n in block.body)  # not done in registers
-    fragments = fragments and not moved
+    fragments = fragments and not moved and _tile_registers(block, products) <= MOST_REGISTERS
     looped = [n for n in block.loads if n.attrs.fmap is not None]
     moving = sum(n.nbytes for n in looped)
     fixed = sum(n.nbytes for n in block.loads) - moving
     live = residence(block).accumulators
     if not fragments:
-        return Form(not products and not moved, max(32, block.threads), block.loop, fixed, moving, live)
+        return Form(
+            not products and not moved, max(32, block.threads), block.loop, fixed, moving, live
+        )
     cuts = max((-(-n.shape[n.attrs.fmap] // STAGE) for n in looped), default=1)
     phase = block.info.phase
     widest = max((4 * n.elements for n in products if phase[n] is Phase.LOOP), default=0)
@@ -86,6 +90,19 @@ def form(block: BlockGraph) -> Form:
     return Form(
         True, group, block.loop * cuts, fixed, -(-moving // cuts), live + -(-widest // cuts)
     )
+
+
+def _tile_registers(block: BlockGraph, products: Sequence[Node]) -> int:
+    """Registers of a thread for the widest product, a warp holding up to 32 of its rows; columns
+    that the loop cuts come in stages.
+    """
+    widest = 0
+    for node in products:
+        *_, rows, columns = node.shape
+        cut = block.info.splits[node][-1]
+        columns = min(columns, STAGE) if cut is not None and cut.loop else columns
+        widest = max(widest, min(rows, ROWS_OF_A_WARP) * columns // 32)
+    return widest
 
 
 @dataclass(frozen=True, slots=True)
