@@ -134,9 +134,7 @@ def experts(count: int, rows: int, width: int, *, parts: int, tile: int) -> Grap
     return make_graph((x, a, c), [product(product(x, a, False), c, True)], name="experts")
 
 
-def low_rank(
-    rows: int, depth: int, rank: int, columns: int, *, parts: int, loop: int = 1
-) -> Graph:
+def low_rank(rows: int, depth: int, rank: int, columns: int, *, parts: int, loop: int = 1) -> Graph:
     """x w + (x a) b in one kernel, the depth of x in `loop` iterations."""
     x = input_node(0, (rows, depth), DType.F16)
     w = input_node(1, (depth, columns), DType.F16)
