@@ -30,6 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """The same of a tiny model."""
+    (tmp_path / "config.json").write_text(json.dumps(config("qwen3")))
+    return tmp_path
+
+
 def test_explain_says_what_fits_and_which_limit_pruned(folder: Path, tmp_path: Path) -> None:
     """Bytes by use, registers by role, the table of stages, pages reused, counts by limit; a second
     run begins with the checkpoint of the first.
@@ -62,9 +69,9 @@ def test_explain_says_what_fits_and_which_limit_pruned(folder: Path, tmp_path: P
     assert end == pytest.approx(data["choices"][0]["predicted_seconds"], rel=0.03)
 
 
-def test_the_ir_after_a_pass_reads_back(folder: Path) -> None:
+def test_the_ir_after_a_pass_reads_back(tiny: Path) -> None:
     """`--ir` prints a module and nothing else."""
-    args = ["synth", str(folder), "--explain", "--device", "h200", "--ir", "tile"]
+    args = ["synth", str(tiny), "--explain", "--device", "h200", "--ir", "tile"]
     made = RUN.invoke(app, args)
     assert made.exit_code == 0, made.output
     assert print_module(parse_module(made.stdout)) == made.stdout
@@ -86,10 +93,10 @@ def test_the_ir_after_a_pass_reads_back(folder: Path) -> None:
     ],
 )
 def test_options_that_cannot_be_served_are_refused(
-    folder: Path, options: list[str], words: str
+    tiny: Path, options: list[str], words: str
 ) -> None:
     """By name, with the way out; nothing is ignored."""
-    made = RUN.invoke(app, ["synth", str(folder), *options])
+    made = RUN.invoke(app, ["synth", str(tiny), *options])
     assert made.exit_code != 0
     said = " ".join((made.output + str(made.exception)).split())
     assert words in said, said
