@@ -26,6 +26,7 @@ from obelisk.search import checkpoint as checkpoints
 from obelisk.search.checkpoint import Checkpoint
 from obelisk.search.threads import thread_counts
 from obelisk.search.units import Outcome, context_of
+from obelisk.verify import VerdictKind, verify
 
 CPU = find("cpu")
 
@@ -150,7 +151,9 @@ def test_memory_stays_under_its_bound(tmp_path: Path) -> None:
 
 
 def test_a_decoder_layer_in_limited_time_is_right() -> None:
-    """A program of 46 operators: its best candidate computes what the program does."""
+    """A program of 46 operators: its best candidate computes what the program does, and is proved
+    as a whole.
+    """
     program = decoder_layer()
     assert sum(1 for n in program.nodes if n.inputs) > 40
     began = time.monotonic()
@@ -162,6 +165,8 @@ def test_a_decoder_layer_in_limited_time_is_right() -> None:
     np.testing.assert_allclose(
         run(best.graph, inputs)[0], run(program, inputs)[0], rtol=1e-8, atol=1e-10
     )
+    verdict = verify(program, best.graph)
+    assert verdict.kind is VerdictKind.PROVED, verdict
 
 
 def test_the_account_has_every_level_and_the_verdicts(

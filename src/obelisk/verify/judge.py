@@ -135,11 +135,28 @@ class _Case:
             self._note("fields", _passed(fields), _field_detail(cases, outcomes), started)
         if difference is not None and (where.full or difference.check != "meaning"):
             return self._refute(str(difference), fields)
+        if difference is None and _inconclusive(fields):
+            return self._by_proof(cases, fields, own)
         if difference is not None or fields.agreement is Agreement.MISMATCH:
             return self._suspect(fields, difference, own)
+        return self._accept(cases, outcomes)
+
+    def _by_proof(self, cases: Sequence[Instance], fields: FieldOutcome, own: Instance) -> Verdict:
+        """Floats agree and the fields cannot say: undecided, or a difference that is seen only
+        through functions that they do not interpret, whose laws they break. A proof decides.
+        """
+        started = time.perf_counter()
+        proof = self._proof(cases)
+        self._note("proof", True if proof.joined else None, proof.detail, started)
+        if proof.joined:
+            claim = _claim(self.v.program, self.candidate)
+            what = f"fields cannot say ({fields.detail or fields.agreement.value})"
+            where = ", ".join(c.sizes for c in cases)
+            bound = "; ".join([claim, what, f"floats at {where}", *self.notes])
+            return self._end(VerdictKind.PROVED, bound, None)
         if fields.agreement is Agreement.UNDECIDED:
             return self._end(VerdictKind.UNKNOWN, f"fields: {fields.detail}", None)
-        return self._accept(cases, outcomes)
+        return self._suspect(fields, None, own)
 
     def _float_tests(
         self, cases: Sequence[Instance], own: Instance
@@ -335,6 +352,13 @@ def _summary(outcomes: Sequence[FieldOutcome]) -> FieldOutcome:
             if outcome.agreement is kind:
                 return outcome
     return outcomes[0]
+
+
+def _inconclusive(outcome: FieldOutcome) -> bool:
+    """Whether the fields neither match nor show a difference that is one for certain."""
+    if outcome.agreement is Agreement.UNDECIDED:
+        return True
+    return outcome.agreement is Agreement.MISMATCH and bool(outcome.assumed)
 
 
 def _passed(outcome: FieldOutcome) -> bool | None:
