@@ -42,7 +42,7 @@ SHAPE = {
     "max_position_embeddings": 8192,
 }  # fmt: skip
 BAR = {"fp32": 0.85, "int8": 0.85}  # of the read bandwidth
-STEPS = 4  # of one launch
+STEPS = 8  # of one launch
 PAUSE = 0.02  # seconds before each row: threads of the one before stop spinning
 
 READ_C = r"""
