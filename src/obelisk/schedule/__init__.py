@@ -2,7 +2,9 @@
 machine.
 
 `search_schedules` gives ranked choices; `check` judges any schedule on its own; `simulate` says
-what one costs; `resources` what fits.
+what one costs; `resources` what fits. That is for CPUs; the modules for GPUs are imported by name:
+`gpu` (the cut), `gpu_search`, `gpu_check`, `gpu_simulate`, `gpu_resources`, `gpu_vm`, and `ir`, the
+passes that make a GPU schedule.
 """
 
 from obelisk.schedule.check import Fault, check

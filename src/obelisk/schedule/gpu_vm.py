@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from obelisk.base.errors import InternalError
-from obelisk.schedule.gpu_tasks import GpuKind, GpuStep, GpuTask
+from obelisk.schedule.gpu_tasks import GpuKind, GpuTask
 from obelisk.schedule.gpu_types import Chunk, Compute, Copy, GpuItem, GpuSchedule, Join, Meet, Poll
 from obelisk.tasks.rope import inverse_frequencies
 from obelisk.tasks.weights import EMBED, FINAL_NORM, HEAD, LAYER
@@ -429,6 +429,3 @@ class GpuMachine:
                 return len(met[name]) == self.schedule.blocks
             case _:
                 return True
-
-
-__all__ = ["GpuMachine", "GpuStep"]

@@ -14,7 +14,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from obelisk.base.errors import Infeasible
 from obelisk.schedule.gpu import EdgeSync
-from obelisk.schedule.gpu_tasks import PRIVATE, TABLE, GpuKind, GpuStep, GpuTask
+from obelisk.schedule.gpu_tasks import TABLE, GpuKind, GpuStep, GpuTask
 from obelisk.schedule.gpu_types import (
     Chunk,
     Compute,
@@ -34,7 +34,6 @@ from obelisk.schedule.gpu_types import (
 from obelisk.schedule.ir.dialects import PageOp, PhaseOp
 from obelisk.schedule.ir.memory import syncs
 from obelisk.schedule.ir.passes import ALONE, phases, repeat_of
-from obelisk.tasks.kinds import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +201,3 @@ def lower(module: ModuleOp, step: GpuStep) -> GpuSchedule:
     programs, prompt = builder.build()
     rings = tuple(builder.ring(p) for p in programs)
     return GpuSchedule(step, programs, rings, _pages(module), prompt)
-
-
-__all__ = ["PRIVATE", "Region", "lower", "make_ring"]
