@@ -75,8 +75,9 @@ def plan_of(case: tuple[str, int, str, str], machine: Machine) -> Plan:
 class _Check:
     """One session beside a reference for each slot."""
 
-    def __init__(self, case: tuple[str, int, str, str], plan: Plan) -> None:
+    def __init__(self, case: tuple[str, int, str, str], plan: Plan, steps: int) -> None:
         name, self.batch, form, changes = case
+        self.steps = steps
         self.config = MODELS[name]
         tensors = random_tensors(self.config, 1)
         source = stored(plan.layout, tensors.__getitem__)
@@ -102,7 +103,9 @@ class _Check:
 
     def prompts(self) -> None:
         """Prompts of different lengths, one of them possibly empty."""
-        texts = [self.tokens(int(n)) for n in self.rng.integers(0, 40, self.batch)]
+        texts = [
+            self.tokens(int(n)) for n in self.rng.integers(0, 40, self.batch) * self.steps // STEPS
+        ]
         for ref, text in zip(self.refs, texts, strict=True):
             for t in text:
                 ref.step(t)
@@ -114,7 +117,7 @@ class _Check:
         last = self.first = self.tokens(self.batch)
         made: list[list[int]] = [[] for _ in range(self.batch)]
         worst, gaps, wrong = 0.0, [], 0
-        for _ in range(STEPS):
+        for _ in range(self.steps):
             runs = self.session.launch(self.feed(last), [1] * self.batch)
             got = self.session.logits()
             nxt = list(last)
@@ -131,7 +134,7 @@ class _Check:
                     gaps.append(float(want.max() - want[nxt[b]]) / scale)
             last = nxt
         self.session.position[:] = self.began
-        runs = self.session.launch(self.feed(self.first), [STEPS] * self.batch)
+        runs = self.session.launch(self.feed(self.first), [self.steps] * self.batch)
         same = [list(r.tokens) == m for b, (r, m) in enumerate(zip(runs, made, strict=True))
                 if b != self.idle]  # fmt: skip
         self.row |= {
@@ -142,7 +145,7 @@ class _Check:
         """Drawn tokens against `choose` on the kernel's own logits."""
         self.session.position[:] = self.began
         last, right, count = self.first, 0, 0
-        for s in DRAWS * 2:
+        for s in DRAWS * (1 + self.steps // STEPS):
             at = self.session.position.copy()
             feeds = [[t] for t in last]
             runs = self.session.launch(feeds, [1] * self.batch, [s] * self.batch)
@@ -166,9 +169,9 @@ class _Check:
         self.session.withhold = 0
 
 
-def check_plan(case: tuple[str, int, str, str], plan: Plan) -> dict[str, Any]:
-    """Findings on one plan; `ok` is whether all are as they must be."""
-    check = _Check(case, plan)
+def check_plan(case: tuple[str, int, str, str], plan: Plan, steps: int = STEPS) -> dict[str, Any]:
+    """Findings on one plan, `steps` steps at a time; `ok` is whether all are as they must be."""
+    check = _Check(case, plan, steps)
     check.prompts()
     check.greedy()
     check.draws()

@@ -1,0 +1,188 @@
+"""The CUDA megakernel's own text, executed on a CPU: for tests where there is no GPU.
+
+`twin_source` turns an emitted kernel into C++: the text goes through the preprocessor, every asm
+statement becomes a call of a function in cuda_on_cpu/before.h, shared memory a pointer.
+`TwinDevice` and `TwinKernel` stand for the driver, so that `CudaSession` itself is executed too.
+Blocks and threads take turns in a fixed order (`order` 1: from the last).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from obelisk.plan import HostIdentity
+
+Array = Any
+HERE = Path(__file__).parent / "cuda_on_cpu"
+SHARED_ROOM = 256 << 10  # bytes of dynamic shared memory of a block
+BLOCK_ROOM = SHARED_ROOM + (16 << 10)
+SUPPORTED = platform.machine() == "x86_64"
+_CALLS = (  # how the template begins, which function it is
+    ("ld.global.cg.v4.u32", "ld32x4"), ("movmatrix", "movmatrix"), ("mov.u32 %0, %%tid.x", "tid"),
+    ("bar.sync", "bar"), ("mov.u64 %0, %%globaltimer", "time"),
+    ("cvt.rn.bf16x2", "pack_bf16"), ("cvt.rn.f16x2", "pack_f16"), ("{.reg .b16", "unpack_f16"),
+    ("ex2", "ex2"), ("st.relaxed.gpu.global.b64", "st64"),
+    ("st.relaxed.gpu.global.v2.b64", "st64x2"), ("ld.relaxed.gpu.global.b64", "ld64"),
+    ("ld.relaxed.gpu.global.v2.b64", "ld64x2"), ("{.reg .b128 q; ld", "ld64x2"),
+    ("{.reg .b128 q; mov", "st64x2"), ("st.relaxed.gpu.global.b32", "st32"),
+    ("red.release", "red"), ("ld.acquire", "ld_acquire"), ("st.shared.u32", "sts"),
+    ("st.shared.v2", "sts2"), ("{.reg .pred q; mbarrier", "mbarrier_wait"),
+    ("mbarrier.arrive.expect_tx", "mbarrier_expect"), ("mbarrier.arrive", "mbarrier_arrive"),
+    ("{.reg .b64 t; mbarrier.arrive", "mbarrier_arrive"),
+    ("cp.async.bulk.prefetch", "nothing"), ("cp.async.bulk.shared", "bulk"),
+    ("cp.async.cg", "copy16"), ("cp.async.mbarrier.arrive", "mbarrier_arrive"),
+    ("prefetch", "nothing"), ("createpolicy", "nothing"), ("fence", "nothing"),
+    ("atom.acq_rel.cta", "count"), ("mbarrier.init", "mbarrier_init"), ("", "nothing"),
+)  # fmt: skip
+
+
+def _closing(text: str, at: int) -> int:
+    """The place of the parenthesis that closes the one at `at`, strings left out."""
+    depth, quoted = 0, False
+    for i in range(at, len(text)):
+        c = text[i]
+        if c == '"' and text[i - 1] != "\\":
+            quoted = not quoted
+        elif not quoted and c in "()":
+            depth += 1 if c == "(" else -1
+            if depth == 0:
+                return i
+    raise AssertionError("an asm statement does not end")
+
+
+def _operands(part: str) -> list[tuple[str, str]]:
+    """(constraint, expression) of one section."""
+    out, at = [], 0
+    while (m := re.compile(r'\s*,?\s*"([^"]*)"\s*\(').match(part, at)) is not None:
+        end = _closing(part, m.end() - 1)
+        out.append((m[1], part[m.end() : end]))
+        at = end + 1
+    return out
+
+
+def _call(body: str) -> str:
+    """One asm statement's inside as a call."""
+    template, rest = "", body
+    while (m := re.match(r'\s*"((?:[^"\\]|\\.)*)"', rest)) is not None:
+        template += m[1]
+        rest = rest[m.end() :]
+    if template.startswith("mma.sync"):
+        name = "mma_bf16" if "bf16" in template else "mma_f16"
+    else:
+        name = next(n for begins, n in _CALLS if template.startswith(begins))
+    sections = [s for s in re.split(r":(?![^(]*\))", rest.replace("::", ": :"))][1:]
+    outs = _operands(sections[0]) if sections else []
+    ins = _operands(sections[1]) if len(sections) > 1 else []
+    return f"ptx_{name}({', '.join(e for _, e in (*outs, *ins))})"
+
+
+def twin_source(source: str) -> str:
+    """The C++ of an emitted kernel."""
+    text = subprocess.run(
+        ["g++", "-E", "-P", "-x", "c++", "-"], input=source, capture_output=True, text=True,
+        check=True, timeout=60,
+    ).stdout  # fmt: skip
+    text = re.sub(r"extern __shared__ __align__\(\d+\) char om_memory\[\];", "", text)
+    text = re.sub(
+        r"__shared__ (?:__align__\(\d+\) )?(\w+) (\w+);",
+        r"static \1 *\2_p;\n#define \2 (*\2_p)", text,
+    )  # fmt: skip
+    out, at = [], 0
+    for m in re.finditer(r"\basm\s*(?:volatile)?\s*\(", text):
+        if m.start() < at:
+            continue
+        end = _closing(text, m.end() - 1)
+        out += [text[at : m.start()], _call(text[m.end() : end])]
+        at = end + 1
+    body = "".join([*out, text[at:]])
+    parts = [
+        (HERE / "before.h").read_text(), f"#define TWIN_SHARED {SHARED_ROOM}",
+        f"#define TWIN_BYTES {BLOCK_ROOM}", body, (HERE / "after.h").read_text(),
+    ]  # fmt: skip
+    return "\n".join(parts)
+
+
+def build_twin(source: str, folder: Path) -> bytes:
+    """The path of a library, as bytes: a plan's binary for `TwinKernel`."""
+    text = twin_source(source)
+    name = folder / hashlib.sha256(text.encode()).hexdigest()[:24]
+    library = name.with_suffix(".so")
+    if not library.is_file():
+        name.with_suffix(".cpp").write_text(text)
+        subprocess.run(
+            ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-fPIC", "-shared", "-w", "-o",
+             str(library), str(name.with_suffix(".cpp"))], check=True, timeout=280,
+        )  # fmt: skip
+    return str(library).encode()
+
+
+class TwinDevice:
+    """Host memory behind the interface of `Device`."""
+
+    capability = (9, 0)
+
+    def __init__(self) -> None:
+        self.held: dict[int, Array] = {}
+
+    def identity(self, arch: str) -> HostIdentity:
+        """A device that has enough SMs for any plan."""
+        return HostIdentity("CUDA", arch, "twin", (), 1 << 16)
+
+    def attribute(self, name: str) -> int:
+        """No limit."""
+        return 1 << 30
+
+    def allocate(self, nbytes: int) -> int:
+        """Zeroed memory at a multiple of 256."""
+        raw = np.zeros(max(16, nbytes) + 256, np.uint8)
+        address = int(-(-raw.ctypes.data // 256) * 256)
+        self.held[address] = raw
+        return address
+
+    def free(self, address: int) -> None:
+        """Give memory back."""
+        del self.held[address]
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Fill with zeros."""
+        ctypes.memset(address, 0, nbytes)
+
+    def upload(self, address: int, data: Array) -> None:
+        """Copy in."""
+        flat = np.ascontiguousarray(data)
+        ctypes.memmove(address, flat.ctypes.data, flat.nbytes)
+
+    def download(self, address: int, shape: tuple[int, ...], kind: Any) -> Array:
+        """Copy out."""
+        out = np.empty(shape, kind)
+        ctypes.memmove(out.ctypes.data, address, out.nbytes)
+        return out
+
+
+class TwinKernel:
+    """The library behind the interface of `Kernel`."""
+
+    order = 0
+
+    def __init__(
+        self, device: TwinDevice, binary: bytes, entry: str, blocks: int, threads: int, shared: int
+    ) -> None:  # fmt: skip
+        assert shared <= SHARED_ROOM
+        self.blocks, self.threads = blocks, threads
+        self.library = ctypes.CDLL(binary.decode())
+
+    def run(self, argument: ctypes.Structure) -> float:
+        """Run all fibers."""
+        self.library.twin_run(ctypes.byref(argument), self.blocks, self.threads, self.order)
+        return 1e-3
+
+    def close(self) -> None:
+        """Nothing is held."""

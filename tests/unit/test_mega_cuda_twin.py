@@ -1,0 +1,103 @@
+"""The CUDA megakernel's text, executed on this CPU: the same checks as on a device.
+
+Every thread of a few blocks is a fiber (tests/mega_cuda_twin.py). On the one model that was checked
+on both, an H200 and the twin gave the same largest error to the last digit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests import mega_cuda_twin as twin
+from tests.mega_cuda_checks import CASES, check_plan, plan_of, planned
+from tests.mega_cuda_models import MODELS
+from tests.mega_models import random_tensors
+
+from obelisk.app import synth_cuda
+from obelisk.engine import Engine
+from obelisk.machine import find
+from obelisk.runtime import CudaSession
+from obelisk.runtime import cuda as runtime
+from obelisk.runtime.packing import pack
+from obelisk.tasks import WeightFormat, Workload, parse_config
+
+if not twin.SUPPORTED or shutil.which("g++") is None:
+    pytest.skip("needs g++ on x86-64, to run fibers", allow_module_level=True)
+
+MACHINE = replace(find("h200"), cores=3)
+QUICK = 5  # steps at a time
+
+
+@pytest.fixture(autouse=True)
+def _twin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    folder = tmp_path_factory.getbasetemp() / "twin"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(synth_cuda, "build", lambda e, m: twin.build_twin(e.source, folder))
+    monkeypatch.setattr(runtime, "Device", twin.TwinDevice)
+    monkeypatch.setattr(runtime, "Kernel", twin.TwinKernel)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [CASES[10], CASES[8], ("llama, no groups, biases, odd sizes", 3, "fp16", "bulk=0+o_split=3"),
+     ("qwen3, 24", 2, "bf16", "barriers=qkv.attend.o.up.down.head+kv_pieces=3+down_split=3")],
+    ids=lambda c: f"{c[0]}, batch {c[1]}, {c[2]}, {c[3]}",
+)  # fmt: skip
+def test_small_models(case: tuple[str, int, str, str]) -> None:
+    """Logits, tokens in one launch and step by step, draws, and a fault that is told."""
+    row = check_plan(case, plan_of(case, MACHINE), QUICK)
+    assert row["ok"], row
+
+
+def session_of(name: str, batch: int) -> CudaSession:
+    """A session on the twin."""
+    model = parse_config(MODELS[name])
+    plan = planned(model, Workload(batch, 60, WeightFormat.BF16), "", MACHINE)
+    return CudaSession(plan, pack(plan.layout, random_tensors(MODELS[name], 4).__getitem__))
+
+
+def test_tokens_do_not_depend_on_who_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and threads from the first, and from the last."""
+    runs = []
+    for order in (0, 1):
+        monkeypatch.setattr(twin.TwinKernel, "order", order)
+        session = session_of("qwen3, 24", 2)
+        session.keep_logits = True
+        made = session.launch([[3, 4, 5], [7]], [6, 8])
+        runs.append(([r.tokens for r in made], session.logits().tobytes()))
+    assert runs[0] == runs[1]
+
+
+def test_the_engine_generates_on_a_cuda_plan() -> None:
+    """Prompts of different lengths, a limit, A then B then A; a stop that comes early; a trace."""
+    session = session_of("qwen3, 24", 2)
+    engine = Engine(session)
+    a = engine.generate([[1, 2, 3], list(range(20))], 6)
+    engine.generate([[9]], 3)
+    assert engine.generate([[1, 2, 3], list(range(20))], 6) == a
+    alone = engine.generate([[1, 2, 3]], 6)[0]
+    assert alone.tokens == a[0].tokens
+    stopped = engine.generate([[1, 2, 3], list(range(20))], 6, stops=[alone.tokens[2]])
+    assert stopped[0].tokens == alone.tokens[: alone.tokens.index(alone.tokens[2]) + 1]
+    assert stopped[0].reason == "stop"
+    session.trace_room = 64
+    engine.generate([[1]], 2)
+    kinds = {s.kind for s in session.spans}
+    assert {"norm_in", "qkv", "attend", "combine", "o", "up", "act", "down", "head"} <= kinds
+    assert {s.core for s in session.spans} == {0, 1, 2}
+    assert all(s.end >= s.start >= 0 for s in session.spans)
+
+
+def test_a_missing_wait_shows(tmp_path: Path) -> None:
+    """The twin can fail: with readers that take whatever mark they find, logits are wrong."""
+    case = CASES[10]
+    plan = plan_of(case, MACHINE)
+    broken = plan.source.replace("if (!missing || wait.over", "if (true || !missing || wait.over")
+    assert broken != plan.source
+    row = check_plan(case, replace(plan, binary=twin.build_twin(broken, tmp_path)), 2)
+    assert not row["ok"]
