@@ -24,6 +24,7 @@ from obelisk.tasks import (
     inverse_frequencies,
     parse_config,
     parse_format,
+    parse_weights,
     read_config,
     rope_table,
     weight_layout,
@@ -152,6 +153,21 @@ def test_limits_of_a_workload_are_exact() -> None:
         Workload(1, 129).check(window)
     with pytest.raises(UnknownName, match="fp32, bf16, fp16, int8, w4a16"):
         parse_format("w4")
+
+
+def test_groups_of_4_bit_weights_are_said_with_their_format() -> None:
+    """`w4a16:64`; groups of another size, or of another format, are refused with the known ones."""
+    assert parse_weights("w4a16") == (WeightFormat.W4A16, None)
+    assert parse_weights("W4A16:64") == (WeightFormat.W4A16, 64)
+    assert parse_weights("int8") == (WeightFormat.INT8, None)
+    for name in ("w4a16:100", "w4a16:", "fp32:64"):
+        with pytest.raises(UserError, match="w4a16:32, w4a16:64, w4a16:128"):
+            parse_weights(name)
+    with pytest.raises(UserError, match="groups of 48: known sizes are 32, 64, 128"):
+        Workload(weights=WeightFormat.W4A16, group=48).check(parse_config(config()))
+    work = Workload(weights=WeightFormat.W4A16, group=64, zeros=True)
+    assert (work.weight_bytes, work.outer_bytes) == (0.5 + 3 / 64, 2.0)
+    assert work.to_json()["group"] == 64
 
 
 def test_configuration_reads_back_and_its_digest_follows_every_field(tmp_path: Path) -> None:

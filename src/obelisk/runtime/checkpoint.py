@@ -105,7 +105,8 @@ class Checkpoint:
                             f"expected {expected}"
                         )
         for name in sorted(self._where):
-            if name.endswith(".bias") and name not in known and self._get(name).any():
+            mine = name.startswith(("model.layers.", "lm_head.")) and name.endswith(".bias")
+            if mine and name not in known and self._get(name).any():
                 raise UserError(
                     f"{self.folder} holds {name}, which is not zero, but its configuration has no "
                     "such bias"
