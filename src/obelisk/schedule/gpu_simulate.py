@@ -6,8 +6,9 @@ land in order at the block's share of the stream; consumers multiply what has la
 when its inputs are there. A barrier costs its latency under traffic, and it costs the stream: its
 own words and the polling of all blocks delay the reads behind them, the more the longer the queue.
 
-Calibrated on an H200 with loops of phases over real models' weights (`docs/megakernel.md` has the
-table of measured and predicted figures, the tests hold it to 10%).
+Calibrated on an H200: barriers and the stream with loops of phases over real models' weights, the
+hand-over, attention and reads of a waiting block with the kernel itself (`docs/megakernel.md` has
+the table of measured and predicted figures, the tests hold it to 10%).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class GpuCosts:
 
     Attributes:
         stream: bytes a second that all blocks read from device memory.
-        latency: a read that queues behind nothing.
+        latency: a read while the stream runs.
+        latency_idle: a read while few others are under way.
         byte: consumer seconds for each byte of a chunk.
         barrier, barrier_idle: a grid barrier while the loaders stream, and while nothing does.
         stall: what a barrier takes from the stream.
@@ -47,13 +49,14 @@ class GpuCosts:
 
     stream: float
     latency: float = 0.95e-6
+    latency_idle: float = 0.67e-6
     byte: float = CHUNK / 8192
     barrier: float = 2.4e-6
     barrier_idle: float = 0.97e-6
     stall: float = 0.6e-6
     queue_stall: float = 0.3
     queue_most: float = 2e-6
-    handover: float = 1.2e-6
+    handover: float = 1.5e-6
     exchange: float = 40e9
 
 
@@ -124,7 +127,8 @@ class _Blocks:
         # What words between blocks queue behind: the copies that a waiting block lets go.
         few = min(self.flight, waiting)
         self.queue = max(0.0, few * self.each - costs.latency)
-        self.each_waiting = max(self.each, costs.latency / few) if few < self.flight else self.each
+        slow = max(self.each, costs.latency_idle / few)
+        self.each_waiting = slow if few < self.flight else self.each
         self.idle = np.zeros((2, blocks))  # from when to when consumers waited for others
 
     def wait(self, phase: SimPhase) -> None:
@@ -283,7 +287,8 @@ def _attend_seconds(step: GpuStep, at: _At) -> float:
     cache = 4.0 * piece * m.head_dim * t.blocks / costs.stream  # 16-bit keys and values
     turns = -(-piece // (t.warps * at.positions)) * -(-m.group // head_chunk(m.group))
     work = turns * at.attend_seconds
-    return FILL_LATENCY + rows + max(cache, 2 * costs.latency, work)
+    # Queries are looked at when the cache has arrived, and multiplied then: nothing overlaps.
+    return FILL_LATENCY + rows + 2 * costs.latency + cache + work
 
 
 def _before(step: GpuStep, kind: GpuKind, at: _At) -> float:
