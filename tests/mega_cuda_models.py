@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from obelisk.schedule.gpu import piece_width
 from tests.mega_models import Reference, config, head_dim
 
 Array = Any
@@ -51,13 +52,6 @@ def rounder(form: str) -> Any:
         return np.asarray(x, np.float32).astype(kind).astype(np.float64)
 
     return to
-
-
-def piece_width(length: int, pieces: int) -> int:
-    """Positions of a piece of a context of `length`."""
-    share = -(-length // pieces)
-    step = max(8, (1 << (share.bit_length() - 1)) // 4)
-    return -(-share // step) * step
 
 
 class Rounded(Reference):

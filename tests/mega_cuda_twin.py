@@ -38,7 +38,8 @@ _CALLS = (  # how the template begins, which function it is
     ("mbarrier.arrive.expect_tx", "mbarrier_expect"), ("mbarrier.arrive", "mbarrier_arrive"),
     ("{.reg .b64 t; mbarrier.arrive", "mbarrier_arrive"),
     ("cp.async.bulk.prefetch", "nothing"), ("cp.async.bulk.shared", "bulk"),
-    ("cp.async.cg", "copy16"), ("cp.async.mbarrier.arrive", "mbarrier_arrive"),
+    ("cp.async.cg", "copy16"), ("cp.async.wait_all", "nothing"),
+    ("cp.async.mbarrier.arrive", "mbarrier_arrive"),
     ("prefetch", "nothing"), ("createpolicy", "nothing"), ("fence", "nothing"),
     ("atom.acq_rel.cta", "count"), ("mbarrier.init", "mbarrier_init"), ("", "nothing"),
 )  # fmt: skip

@@ -20,9 +20,11 @@ from obelisk.schedule.gpu import (
     default_tiling,
     imbalance,
     legal_splits,
+    piece_width,
     refuse,
     shared_plan,
     up_tiles,
+    with_staged,
 )
 from obelisk.tasks import ModelConfig, WeightFormat, Workload, parse_config
 
@@ -155,3 +157,17 @@ def test_defaults_fit_every_gpu() -> None:
             assert t.warps <= t.stages
             assert 1 <= t.in_flight_waiting <= t.in_flight <= t.stages
             assert t.bulk == (name in ("h200", "b200"))
+            ahead = with_staged(model, work, t, machine)
+            assert ahead is None or (
+                ahead.staged > 0 and refuse(model, work, ahead, machine) is None
+            )
+            assert ahead is not None or (name, batch) != ("h200", 1)
+
+
+def test_pieces_seldom_change_their_width() -> None:
+    """They cover the context, waste at most a quarter, and change a few times while it doubles."""
+    for pieces in (1, 3, 8, 16):
+        widths = [piece_width(n, pieces) for n in range(1, 4097)]
+        assert all(w * pieces >= n for n, w in enumerate(widths, 1))
+        assert all(w <= max(8, 1.25 * -(-n // pieces)) for n, w in enumerate(widths, 1))
+        assert len(set(widths[2047:])) <= 6

@@ -32,9 +32,7 @@ QUICK = 5  # steps at a time
 
 
 @pytest.fixture(autouse=True)
-def _twin(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def _twin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "twin"
     folder.mkdir(exist_ok=True)
     monkeypatch.setattr(synth_cuda, "build", lambda e, m: twin.build_twin(e.source, folder))
@@ -45,7 +43,9 @@ def _twin(
 @pytest.mark.parametrize(
     "case",
     [CASES[10], CASES[8], ("llama, no groups, biases, odd sizes", 3, "fp16", "bulk=0+o_split=3"),
-     ("qwen3, 24", 2, "bf16", "barriers=qkv.attend.o.up.down.head+kv_pieces=3+down_split=3")],
+     ("llama, groups of 4", 1, "bf16", "staged=4+kv_pieces=1"),
+     ("qwen3, 24", 2, "bf16",
+      "staged=1+barriers=qkv.attend.o.up.down.head+kv_pieces=3+down_split=3")],
     ids=lambda c: f"{c[0]}, batch {c[1]}, {c[2]}, {c[3]}",
 )  # fmt: skip
 def test_small_models(case: tuple[str, int, str, str]) -> None:

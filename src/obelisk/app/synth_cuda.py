@@ -29,7 +29,7 @@ from obelisk.runtime.cuda import CudaSession, gpu_refusal
 from obelisk.runtime.cuda_driver import GPU, Device
 from obelisk.runtime.packing import pack, stored
 from obelisk.schedule import Sync, place
-from obelisk.schedule.gpu import GpuTiling, default_tiling
+from obelisk.schedule.gpu import GpuTiling, default_tiling, with_staged
 from obelisk.schedule.gpu_search import GpuAccount, search_gpu
 from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import (
@@ -173,6 +173,7 @@ def describe_gpu(t: GpuTiling) -> str:
     return (
         f"ring {t.stages} x {t.chunk_bytes // 1024} KB, {t.in_flight} in flight "
         f"({t.in_flight_waiting} waiting), o/{t.o_split}, down/{t.down_split}, kv/{t.kv_pieces}"
+        f"{f', {t.staged} staged' if t.staged else ''}"
         f"{waits}"
     )
 
@@ -181,20 +182,23 @@ def candidates(
     model: ModelConfig, work: Workload, machine: Machine, blocks: int | None, keep: int,
     listener: Progress, checkpoint: Path | None, resume: bool,
 ) -> tuple[list[tuple[GpuTiling, float | None]], GpuAccount | None]:  # fmt: skip
-    """The documented default, then the search's best others, with their predicted seconds; the
-    default alone where xDSL is not installed.
+    """The documented default, the same with the cache copied ahead, then the search's best others,
+    with their predicted seconds; without the last where xDSL is not installed.
     """
     first = default_tiling(model, work, machine, blocks)
+    ahead = with_staged(model, work, first, machine)
+    own = [first, *([] if ahead is None else [ahead])]
     try:
         found, account = search_gpu(
             model, work, machine, blocks=blocks, keep=keep, judged=keep, seconds=SEARCH_SECONDS,
             checkpoint=checkpoint, resume=resume, progress=listener,
         )  # fmt: skip
     except MissingDependency:
-        return [(first, None)], None
+        return [(t, None) for t in own][: max(1, keep)], None
     predicted = {c.tiling: c.timeline.seconds for c in found}
-    others = [(c.tiling, c.timeline.seconds) for c in found if c.tiling != first]
-    return [(first, predicted.get(first)), *others][: max(1, keep)], account
+    mine = [(t, predicted.get(t)) for t in own]
+    others = [(c.tiling, c.timeline.seconds) for c in found if c.tiling not in own]
+    return [*mine, *others][: max(1, keep)], account
 
 
 def time_gpu(session: CudaSession) -> float:

@@ -65,6 +65,8 @@ class GpuTiling:
         barriers: the edges that are kept by a grid barrier as well as by tags.
         in_flight_waiting: chunks that may be on their way while the block waits for others, whose
             values would come later behind more of them.
+        staged: warps whose first 16 positions of the block's piece of the context are copied into
+            shared memory at the beginning of a layer; 0: read when attention begins. Not measured.
         rows: rows of a tile; 16 (the tensor cores' m).
     """
 
@@ -81,6 +83,7 @@ class GpuTiling:
     bulk: bool = True
     barriers: tuple[str, ...] = ()
     in_flight_waiting: int = 2
+    staged: int = 0
     rows: int = TILE_ROWS
 
     @property
@@ -112,6 +115,7 @@ class SharedPlan:
         residual: the block's own rows of the residual stream, fp32.
         ring: slots of weights.
         misc: barriers and flags (static).
+        staged: keys and values that are copied ahead; they lie before the ring.
     """
 
     inputs: int
@@ -119,11 +123,12 @@ class SharedPlan:
     residual: int
     ring: int
     misc: int = MISC_BYTES
+    staged: int = 0
 
     @property
     def dynamic(self) -> int:
         """Bytes that a launch asks for."""
-        return self.inputs + self.sums + self.residual + self.ring
+        return self.inputs + self.sums + self.residual + self.staged + self.ring
 
     @property
     def total(self) -> int:
@@ -158,6 +163,12 @@ def imbalance(tiles: int, split: int, blocks: int) -> float:
     return -(-units // blocks) * blocks / units
 
 
+def query_stride(head_dim: int) -> int:
+    """Bytes of a row of queries, or of staged keys: rows that are read together share no banks."""
+    blocks = -(-head_dim // K_BLOCK)
+    return 64 * (blocks if blocks % 2 else blocks + 1)
+
+
 def head_chunk(group: int) -> int:
     """Query heads that attention takes at a time."""
     return min(group, MAX_HEADS)
@@ -168,10 +179,9 @@ def attention_bytes(model: ModelConfig, warps: int) -> int:
     warp's sums.
     """
     blocks = -(-model.head_dim // K_BLOCK)
-    stride = 64 * (blocks if blocks % 2 else blocks + 1)
     rows = align(model.group, MAX_HEADS)
     sums = 4 * warps * head_chunk(model.group) * (model.head_dim + 2)
-    return 2 * rows * stride + 128 * blocks + sums
+    return 2 * rows * query_stride(model.head_dim) + 128 * blocks + sums
 
 
 def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
@@ -185,7 +195,8 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     sums = align(4 * TILE_ROWS * work.batch * window, 128)
     tiles = -(-tile_count(model.hidden) * max(t.o_split, t.down_split) // t.blocks) + 1
     residual = align(4 * TILE_ROWS * work.batch * tiles, 128)
-    return SharedPlan(inputs, sums, residual, t.stages * t.chunk_bytes)
+    staged = t.staged * 32 * query_stride(model.head_dim)
+    return SharedPlan(inputs, sums, residual, t.stages * t.chunk_bytes, staged=staged)
 
 
 def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> str | None:
@@ -204,6 +215,8 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.stages} stages for {t.warps} warps: each warp needs a slot of its own"
     if not 1 <= min(t.in_flight, t.in_flight_waiting) <= max(t.in_flight, 1) <= t.stages:
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
+    if not 0 <= t.staged <= t.warps:
+        return f"{t.staged} warps with staged positions, there are {t.warps}"
     if t.chunk_cols % K_BLOCK or t.rows != TILE_ROWS:
         return f"a chunk of {t.rows} x {t.chunk_cols}: expected 16 rows and a multiple of 32"
     for name, cols, split in (("o", model.q_width, t.o_split), ("down", model.ffn, t.down_split)):
@@ -223,6 +236,30 @@ def _split(rows: int, cols: int, blocks: int, batch: int, room: int) -> int:
         if imbalance(tiles, s, blocks) <= BALANCE:
             return s
     return min(choices, key=lambda s: (imbalance(tiles, s, blocks), s))
+
+
+def piece_width(length: int, pieces: int) -> int:
+    """Positions of a piece of a context of `length`, as the kernel cuts it: at most a quarter more
+    than an equal share, so that it seldom changes.
+    """
+    share = -(-length // pieces)
+    step = max(8, (1 << (share.bit_length() - 1)) // 4)
+    return -(-share // step) * step
+
+
+def with_staged(
+    model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
+) -> GpuTiling | None:
+    """A tiling with the cache's positions copied ahead for as many warps as have some at half the
+    context, its ring cut to what is left; None where that leaves no ring.
+    """
+    tiles = -(-piece_width(max(1, work.context // 2), t.kv_pieces) // TILE_ROWS)
+    t = replace(t, staged=min(t.warps, tiles))
+    while t.stages > t.warps and shared_plan(model, work, t).total > machine.shared_bytes:
+        t = replace(t, stages=t.stages - 1)
+    flight = min(t.in_flight, t.stages)
+    t = replace(t, in_flight=flight, in_flight_waiting=min(t.in_flight_waiting, flight))
+    return t if refuse(model, work, t, machine) is None else None
 
 
 def default_tiling(

@@ -46,6 +46,20 @@ struct om_tile { /* of 16 positions: lane (row, quad) has positions `row` and `r
       }
     }
   }
+#if OM_STAGED
+  /* From this warp's staging memory. */
+  __device__ __forceinline__ void take(const char *staged, int row, int quad) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int j = 0; j < OM_DIM_BLOCKS; j++) {
+        const char *const at = staged + (row + 8 * half) * OM_Q_STRIDE + j * 64 + quad * 16;
+        const bool in = 32 * j + 8 * quad < OM_HEAD_DIM;
+        k[j][half] = in ? *(const uint4 *)at : make_uint4(0, 0, 0, 0);
+        v[j][half] = in ? *(const uint4 *)(at + 16 * OM_Q_STRIDE) : make_uint4(0, 0, 0, 0);
+      }
+  }
+#endif
   /* The newest position, from shared memory. */
   __device__ __forceinline__ void add(const char *fresh, int at, int row, int quad) {
 #pragma unroll
@@ -156,6 +170,35 @@ __device__ __forceinline__ void om_new_row(const om_state &s, int h, const char 
   }
 }
 
+#if OM_STAGED
+/* The first tile of each of the first OM_STAGED warps of this block's first item of a layer: copied into shared memory
+ * from the beginning of the layer on. No register waits for it, so that nothing else waits behind it. */
+__device__ __forceinline__ char *om_staging(int warp) {
+  return om_memory + OM_AT_STAGED + warp * (32 * OM_Q_STRIDE);
+}
+__device__ __forceinline__ void om_stage(const om_state &s) {
+  const om_launch *p = s.p;
+  const int item = s.turn, warp = s.warp(), lane = s.lane();
+  if (item >= OM_ITEMS || warp >= OM_STAGED) return;
+  const int slot = item / (OM_KV_HEADS * OM_PIECES), head = item / OM_PIECES % OM_KV_HEADS, piece = item % OM_PIECES;
+  const int length = om_active(p, slot, s.step) ? p->position[slot] + s.step + 1 : 0, wide = om_wide(length);
+  const int start = piece * wide + 16 * warp, rows = min(length - 1, (piece + 1) * wide) - start;
+  const size_t row = (((size_t)s.layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT + start;
+  char *const to = om_staging(warp);
+  for (int i = lane; i < 16 * (OM_HEAD_DIM / 8); i += 32) {
+    const int r = i / (OM_HEAD_DIM / 8), at = i % (OM_HEAD_DIM / 8) * 16;
+    const size_t from = (row + r) * (OM_HEAD_DIM * 2) + at;
+    char *const k = to + r * OM_Q_STRIDE + at, *const v = k + 16 * OM_Q_STRIDE;
+    if (r < rows) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(om_address(k)), "l"(p->keys + from) : "memory");
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(om_address(v)), "l"(p->values + from) : "memory");
+    } else {
+      *(uint4 *)k = *(uint4 *)v = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+#endif
+
 /* Where an item's first head has its place in rows of `row` pieces of `bytes`. */
 __device__ __forceinline__ char *om_piece(char *base, int item, int row, int bytes) {
   const int head = item / (OM_KV_HEADS * OM_PIECES) * OM_HEADS + item / OM_PIECES % OM_KV_HEADS * OM_GROUP;
@@ -187,7 +230,12 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
   float *const merged = (float *)(newest + 2 * OM_DIM_BLOCKS * 64);
   const int start = lo + 16 * warp;
   om_tile t;
+#if OM_STAGED
+  const bool staged = item == s.turn && warp < OM_STAGED;
+  if (!staged) t.load(keys, values, start, old, row, quad);
+#else
   t.load(keys, values, start, old, row, quad);
+#endif
   om_sync(); /* the memory of the inputs is free */
   om_waiting(s, 1);
   for (int i = me; i < 2 * OM_Q_ROWS * (OM_Q_STRIDE / 16); i += OM_THREADS) { /* what no head fills is zero */
@@ -207,7 +255,16 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
     a.top[0] = a.top[1] = -OM_INFINITY;
 #pragma unroll 1
     for (int at = start; at < hi; at += 16 * OM_WARPS) {
-      if (at > start || chunk > 0) t.load(keys, values, at, old, row, quad);
+#if OM_STAGED
+      if (staged && at == start) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncwarp();
+        t.take(om_staging(warp), row, quad);
+      } else if (at > start || chunk > 0)
+#else
+      if (at > start || chunk > 0)
+#endif
+        t.load(keys, values, at, old, row, quad);
       if (fresh && at <= old && old < at + 16) t.add(newest, old - at, row, quad);
       om_fold(a, t, queries + chunk * OM_Q_STRIDE, at, hi, row, quad);
     }

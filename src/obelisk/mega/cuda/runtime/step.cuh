@@ -42,6 +42,9 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   char *const down = between + OM_PLACE_DOWN + (s.layer & 1) * OM_STREAM_BYTES;
   const char *const before = between + OM_PLACE_DOWN + (~s.layer & 1) * OM_STREAM_BYTES;
   int from, to;
+#if OM_STAGED
+  om_stage(s);
+#endif
   u64 t = om_stamp(s);
   om_own(OM_O, s.turn, from, to);
   const float *gain = om_vector(p, s.layer, OM_AT_NORM_IN);
