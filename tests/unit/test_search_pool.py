@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from obelisk.app.loading import load_program
+from obelisk.app.search_bench import decoder_layer
 from obelisk.base.errors import MissingDependency, UserError
 from obelisk.ir import Graph
 from obelisk.machine import find
@@ -340,22 +341,15 @@ def test_a_worker_over_its_bound_reports_it(tasks: Callable[[Graph], list[Task]]
 
 @pytest.mark.alone
 def test_ctrl_c_with_workers_returns_the_best_so_far() -> None:
-    """SIGINT in the middle: what is finished is returned, and no worker is left."""
-    program = load_program("qknorm")
+    """SIGINT in the middle of a search of many seconds: what is finished is returned, in time."""
+    program = decoder_layer()
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
-        result = search(
-            program,
-            CPU,
-            workers=2,
-            patience=0.0,
-            space=Space(values=6000),
-            budget=Budget(seconds=60),
-        )
+        result = search(program, CPU, workers=2, patience=0.0, budget=Budget(seconds=60))
     finally:
         timer.cancel()
-    assert result.stats.stopped in ("interrupted", "exhausted")
+    assert result.stats.stopped == "interrupted"
     assert result.candidates[0].graph is program
     assert result.stats.seconds < 20
 
