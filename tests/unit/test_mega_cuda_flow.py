@@ -169,5 +169,6 @@ def test_pieces_seldom_change_their_width() -> None:
     for pieces in (1, 3, 8, 16):
         widths = [piece_width(n, pieces) for n in range(1, 4097)]
         assert all(w * pieces >= n for n, w in enumerate(widths, 1))
-        assert all(w <= max(8, 1.25 * -(-n // pieces)) for n, w in enumerate(widths, 1))
+        shares = [-(-n // pieces) for n in range(1, 4097)]
+        assert all(w < max(x + 8, 1.25 * x + 1) for x, w in zip(shares, widths, strict=True))
         assert len(set(widths[2047:])) <= 6

@@ -8,6 +8,7 @@ measured.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +31,7 @@ from obelisk.runtime.cuda_driver import GPU, Device
 from obelisk.runtime.packing import pack, stored
 from obelisk.schedule import Sync, place
 from obelisk.schedule.gpu import GpuTiling, default_tiling, with_staged
-from obelisk.schedule.gpu_search import GpuAccount, search_gpu
+from obelisk.schedule.gpu_search import GpuAccount, GpuChoice, search_gpu
 from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import (
     ModelConfig,
@@ -188,17 +189,16 @@ def candidates(
     first = default_tiling(model, work, machine, blocks)
     ahead = with_staged(model, work, first, machine)
     own = [first, *([] if ahead is None else [ahead])]
-    try:
+    found: list[GpuChoice] = []
+    account = None
+    with contextlib.suppress(MissingDependency):  # nothing else is known then
         found, account = search_gpu(
             model, work, machine, blocks=blocks, keep=keep, judged=keep, seconds=SEARCH_SECONDS,
             checkpoint=checkpoint, resume=resume, progress=listener,
         )  # fmt: skip
-    except MissingDependency:
-        return [(t, None) for t in own][: max(1, keep)], None
     predicted = {c.tiling: c.timeline.seconds for c in found}
-    mine = [(t, predicted.get(t)) for t in own]
-    others = [(c.tiling, c.timeline.seconds) for c in found if c.tiling not in own]
-    return [*mine, *others][: max(1, keep)], account
+    tilings = [*own, *(c.tiling for c in found if c.tiling not in own)]
+    return [(t, predicted.get(t)) for t in tilings[: max(1, keep)]], account
 
 
 def time_gpu(session: CudaSession) -> float:

@@ -239,8 +239,8 @@ def _split(rows: int, cols: int, blocks: int, batch: int, room: int) -> int:
 
 
 def piece_width(length: int, pieces: int) -> int:
-    """Positions of a piece of a context of `length`, as the kernel cuts it: at most a quarter more
-    than an equal share, so that it seldom changes.
+    """Positions of a piece of a context of `length`, as the kernel cuts it: at most a quarter, or
+    seven positions, more than an equal share, so that it seldom changes.
     """
     share = -(-length // pieces)
     step = max(8, (1 << (share.bit_length() - 1)) // 4)
