@@ -130,6 +130,17 @@ def test_whole_steps_are_predicted_and_ranked() -> None:
     assert all(a[2] < b[2] for a, b in pairs)
 
 
+def test_small_chunks_cost_the_loader_more_than_the_stream() -> None:
+    """A loader thread takes about 150 ns for a copy: with chunks of 4 KB (ring of 48, 10 in flight)
+    Llama-3.2-1B took 853 us where chunks of 8 KB took 698, at a time when both were slower.
+    """
+    model = gpu_model("Llama-3.2-1B")
+    large = GpuTiling(132, stages=24, in_flight=6, kv_pieces=8)
+    small = replace(large, chunk_cols=128, stages=48, in_flight=10)
+    us = [simulate_gpu(GpuStep(model, bf16(), t), H200, 576).seconds for t in (large, small)]
+    assert us[1] / us[0] == pytest.approx(853 / 698, rel=0.07)
+
+
 def test_other_models_of_the_calibration_are_ranked_alike() -> None:
     """Qwen2.5-1.5B and Qwen3-8B were measured in another variant (no loader: every warp its own
     ring), so only the ratio with and without barriers is compared: 934/688 and 3578/3266.

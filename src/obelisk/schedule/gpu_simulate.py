@@ -39,6 +39,7 @@ class GpuCosts:
         stream: bytes a second that all blocks read from device memory.
         latency: a read while the stream runs.
         latency_idle: a read while few others are under way.
+        issue: a loader's own time for one copy.
         byte: consumer seconds for each byte of a chunk.
         barrier, barrier_idle: a grid barrier while the loaders stream, and while nothing does.
         stall: what a barrier takes from the stream.
@@ -50,6 +51,7 @@ class GpuCosts:
     stream: float
     latency: float = 0.95e-6
     latency_idle: float = 0.67e-6
+    issue: float = 0.15e-6
     byte: float = CHUNK / 8192
     barrier: float = 2.4e-6
     barrier_idle: float = 0.97e-6
@@ -115,7 +117,7 @@ class _Blocks:
     ) -> None:
         self.costs, self.blocks, self.stages = costs, blocks, stages
         self.flight = min(flight, stages)
-        self.each = chunk * blocks / costs.stream
+        self.each = max(chunk * blocks / costs.stream, costs.issue)
         self.consume = costs.byte * chunk
         self.all = np.arange(blocks)
         self.issued = np.zeros(blocks)
