@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from obelisk.ir import Graph, KernelGraph, Node
+from obelisk.ir import DType, Graph, KernelGraph, Node
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows (tokens), model width, query and key heads, head width, width of the gated MLP."""
+    """Rows (tokens), model width, query and key heads, head width, width of the MLP, dtype."""
 
     rows: int = 32
     width: int = 256
@@ -17,13 +17,15 @@ class Shape:
     key_heads: int = 2
     head: int = 64
     inner: int = 1024
+    dtype: DType = DType.F32
 
 
 def _attention_block(g: KernelGraph, x: Node, rope: tuple[Node, Node], s: Shape) -> Node:
     """x + attention(rope(q), rope(k), v) wo, causal, grouped heads, of the normed x."""
-    wq = g.input((s.width, s.heads * s.head))
-    wk, wv = (g.input((s.width, s.key_heads * s.head)) for _ in range(2))
-    wo, gain = g.input((s.heads * s.head, s.width)), g.input((1, s.width))
+    wq = g.input((s.width, s.heads * s.head), s.dtype)
+    wk, wv = (g.input((s.width, s.key_heads * s.head), s.dtype) for _ in range(2))
+    wo = g.input((s.heads * s.head, s.width), s.dtype)
+    gain = g.input((1, s.width), s.dtype)
     h = g.rms_norm(x, gain, 1e-6)
 
     def split(z: Node, heads: int) -> Node:
@@ -37,8 +39,8 @@ def _attention_block(g: KernelGraph, x: Node, rope: tuple[Node, Node], s: Shape)
 
 
 def _mlp_block(g: KernelGraph, x: Node, s: Shape) -> Node:
-    gate, up = (g.input((s.width, s.inner)) for _ in range(2))
-    down, gain = g.input((s.inner, s.width)), g.input((1, s.width))
+    gate, up = (g.input((s.width, s.inner), s.dtype) for _ in range(2))
+    down, gain = g.input((s.inner, s.width), s.dtype), g.input((1, s.width), s.dtype)
     h = g.rms_norm(x, gain, 1e-6)
     hidden = g.mul(g.silu(g.matmul(h, gate)), g.matmul(h, up))
     return g.add(x, g.matmul(hidden, down))
@@ -48,8 +50,8 @@ def decoder(layers: int, shape: Shape | None = None) -> Graph:
     """So many decoder layers, about 62 operators each."""
     s = shape or Shape()
     g = KernelGraph("decoder")
-    x = g.input((s.rows, s.width))
-    rope = (g.input((s.rows, s.head)), g.input((s.rows, s.head)))
+    x = g.input((s.rows, s.width), s.dtype)
+    rope = (g.input((s.rows, s.head), s.dtype), g.input((s.rows, s.head), s.dtype))
     for _ in range(layers):
         x = _mlp_block(g, _attention_block(g, x, rope, s), s)
     g.output(x)
@@ -60,7 +62,7 @@ def attention_block(shape: Shape | None = None) -> Graph:
     """The attention half of a layer, with rope and residual."""
     s = shape or Shape()
     g = KernelGraph("attention_block")
-    x = g.input((s.rows, s.width))
-    rope = (g.input((s.rows, s.head)), g.input((s.rows, s.head)))
+    x = g.input((s.rows, s.width), s.dtype)
+    rope = (g.input((s.rows, s.head), s.dtype), g.input((s.rows, s.head), s.dtype))
     g.output(_attention_block(g, x, rope, s))
     return g.freeze()

@@ -97,6 +97,9 @@ class Sampler:
         bodies = [topological(candidate.outputs), topological(program.outputs)]
         bodies += [list(block.body) for block in self.blocks]
         self.nodes = [n for body in bodies for n in body]
+        self.taken = {
+            n for x in topological(program.outputs) if x.op is Op.RESHAPE for n in x.shape
+        }
         self.keeps = sorted(
             {n.attrs.keep for n in self.nodes if n.op in (Op.SUM, Op.REDUCE_MAX)} - {1}
         )
@@ -254,7 +257,8 @@ class Sampler:
             for load in block.loads:
                 at: LoadAttrs = load.attrs
                 for d, (old, full) in enumerate(zip(load.shape, at.full, strict=True)):
-                    if old != full and full in sizes:
+                    # An extent of 1 stays one; what the program takes a dim apart into is no tile.
+                    if 1 < old != full and full in sizes and old not in self.taken:
                         axis = next((a for a, k in enumerate(at.imap) if k == d), None)
                         parts = 1 if axis is None else grids[block][axis]
                         parts *= loops[block] if at.fmap == d else 1
