@@ -41,16 +41,23 @@ def _twin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(
-    "case",
-    [CASES[10], CASES[8], ("llama, no groups, biases, odd sizes", 3, "fp16", "bulk=0+o_split=3"),
-     ("llama, groups of 4", 1, "bf16", "staged=4+kv_pieces=1"),
-     ("qwen3, 24", 2, "bf16",
-      "staged=1+barriers=qkv.attend.o.up.down.head+kv_pieces=3+down_split=3")],
-    ids=lambda c: f"{c[0]}, batch {c[1]}, {c[2]}, {c[3]}",
+    ("arch", "case"),
+    [("sm_90a", CASES[10]), ("sm_90a", CASES[8]),
+     ("sm_89", ("llama, no groups, biases, odd sizes", 3, "fp16", "o_split=3")),
+     ("sm_90a", ("llama, groups of 4", 1, "bf16", "staged=4+kv_pieces=1")),
+     ("sm_80",
+      ("qwen3, 24", 2, "bf16", "staged=1+barriers=qkv.attend.o.up.down.head+kv_pieces=3"))],
+    ids=lambda c: c if isinstance(c, str) else f"{c[0]}, batch {c[1]}, {c[2]}, {c[3]}",
 )  # fmt: skip
-def test_small_models(case: tuple[str, int, str, str]) -> None:
-    """Logits, tokens in one launch and step by step, draws, and a fault that is told."""
-    row = check_plan(case, plan_of(case, MACHINE), QUICK)
+def test_small_models(
+    arch: str, case: tuple[str, int, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits, tokens in one launch and step by step, draws, and a fault that is told; with the copy
+    engine and without one.
+    """
+    machine = replace(find(arch), cores=3)
+    monkeypatch.setattr(twin.TwinDevice, "capability", machine.capability)
+    row = check_plan(case, plan_of(case, machine), QUICK)
     assert row["ok"], row
 
 
