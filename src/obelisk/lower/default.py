@@ -9,7 +9,7 @@ results is split and combined by a reducing store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -180,8 +180,7 @@ def matmul(node: Node, cores: int) -> DefaultBlock:
     """A matrix product. Operands of the compute type are read in place; narrow ones tile by tile
     over the depth.
     """
-    a, w = node.inputs
-    depth, rank = a.shape[-1], node.rank
+    depth, rank = node.inputs[0].shape[-1], node.rank
     cut, folds = product_cut(node.shape, depth, cores)
     narrow = any(x.dtype not in (DType.F32, DType.F64, DType.I32) for x in node.inputs)
     loop = 1
@@ -191,9 +190,16 @@ def matmul(node: Node, cores: int) -> DefaultBlock:
         if (node.shape[-1] // n_parts > width and len(cut) < 3) or rank - 1 in cut:
             cut = {**cut, rank - 1: max(n_parts, ceil_div(node.shape[-1], width))}
         loop = ceil_div(ceil_div(depth, folds), NARROW_DEPTH)
-    cuts = dict(cut)
-    if folds > 1:
-        cuts[rank] = folds  # a grid axis of its own, along the depth
+    return product_block(node, cut, folds, loop)
+
+
+def product_block(node: Node, cut: Mapping[int, int], folds: int, loop: int) -> DefaultBlock:
+    """A matrix product with `cut[d]` blocks along dim d of the result, its depth split over `folds`
+    blocks (a grid axis of its own, along the depth) and `loop` iterations.
+    """
+    a, w = node.inputs
+    rank = node.rank
+    cuts = {**cut, rank: folds} if folds > 1 else dict(cut)
     b = BlockBuilder(_grid(cuts), loop)
 
     def load(x: Node, skip: int, fold_dim: int) -> Node:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 
 from obelisk.base.errors import Infeasible
-from obelisk.ir.block import BlockGraph, Phase, Reduce, Store, block_graph, ceil_div, is_ragged
+from obelisk.ir.block import BlockGraph, Phase, Store, block_graph, is_ragged
 from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node, make
 from obelisk.ir.op import LoadAttrs, Op
 from obelisk.lower import chains
 from obelisk.lower.chains import ELEMENTWISE, INLINE
 from obelisk.lower.memory import Life, plan
+from obelisk.lower.moves import load_moves, store_moves
 from obelisk.lower.tile import (
     Buffer,
     BufferKind,
@@ -160,32 +161,15 @@ class _Scheduler:
         """A load as a view of the kernel tensor."""
         at: LoadAttrs = node.attrs
         strides = self.params[at.index].strides
-        moves = [
-            0 if d is None else ceil_div(at.full[d], at.grid[a]) * strides[d]
-            for a, d in enumerate(at.imap)
-        ]
-        moves.append(0 if at.fmap is None else node.shape[at.fmap] * strides[at.fmap])
-        return View(at.index, self.dims(node), strides, 0, tuple(moves))
+        return View(at.index, self.dims(node), strides, 0, load_moves(node, strides))
 
     def store_view(self, j: int) -> View:
         """Where result `j` of the current block and iteration goes. Partial results have the
         block's number first.
         """
-        store, full = self.block.stores[j], self.block.info.shapes[j]
-        strides = self.results[j].strides
-        grid = self.block.grid
-        moves = []
-        for a, d in enumerate(store.omap):
-            moves.append(0 if d is None else ceil_div(full[d], grid[a]) * strides[d])
-        if store.reduce is not Reduce.NONE:
-            step = prod(full)
-            for a in reversed(range(len(grid))):
-                if store.omap[a] is None:
-                    moves[a] = step
-                    step *= grid[a]
-        fm = store.fmap
-        moves.append(0 if fm is None else store.value.shape[fm] * strides[fm])
-        return View(len(self.params) + j, self.dims(store.value), strides, 0, tuple(moves))
+        store, strides = self.block.stores[j], self.results[j].strides
+        moves = store_moves(self.block, j, strides)
+        return View(len(self.params) + j, self.dims(store.value), strides, 0, moves)
 
     # ---- decisions
 

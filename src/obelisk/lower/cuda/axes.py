@@ -13,6 +13,7 @@ from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph, Split, is_ragged
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
+from obelisk.lower.dims import DimSets
 
 _SUPPORTED_VIEWS = (Op.RESHAPE, Op.TRANSPOSE, Op.BROADCAST)
 _REFUSED = (Op.SLICE, Op.CONCAT, Op.THREAD)
@@ -37,27 +38,12 @@ class Axes:
 
     def __init__(self, block: BlockGraph) -> None:
         self.block = block
-        self._parent: dict[tuple[Node, int], tuple[Node, int]] = {}
-        for node in block.body:
-            for d in range(node.rank):
-                self._parent[node, d] = (node, d)
+        self._dims = DimSets(block.body)
         for node in block.body:
             self._join(node)
         self.axes: list[Axis] = []
         self.of: dict[Node, tuple[int | None, ...]] = {}
         self._number()
-
-    def _find(self, key: tuple[Node, int]) -> tuple[Node, int]:
-        while self._parent[key] != key:
-            self._parent[key] = self._parent[self._parent[key]]
-            key = self._parent[key]
-        return key
-
-    def _unite(self, a: Node, da: int, b: Node, db: int) -> None:
-        if a.shape[da] > 1 and a.shape[da] == b.shape[db]:
-            x, y = self._find((a, da)), self._find((b, db))
-            if x != y:
-                self._parent[y] = x
 
     def _join(self, node: Node) -> None:
         args = node.inputs
@@ -67,26 +53,26 @@ class Axes:
                     raise Infeasible("a fold that keeps columns")
                 for d in range(node.rank):
                     if d != node.attrs.axis:
-                        self._unite(args[0], d, node, d)
+                        self._dims.unite(args[0], d, node, d)
             case Op.MATMUL:
                 a, b = args
-                self._unite(a, a.rank - 2, node, node.rank - 2)
-                self._unite(b, b.rank - 1, node, node.rank - 1)
-                self._unite(a, a.rank - 1, b, b.rank - 2)
+                self._dims.unite(a, a.rank - 2, node, node.rank - 2)
+                self._dims.unite(b, b.rank - 1, node, node.rank - 1)
+                self._dims.unite(a, a.rank - 1, b, b.rank - 2)
                 for x in args:
                     pad = node.rank - x.rank
                     for d in range(x.rank - 2):
-                        self._unite(x, d, node, d + pad)
+                        self._dims.unite(x, d, node, d + pad)
             case Op.TRANSPOSE:
                 for d, p in enumerate(node.attrs.perm):
-                    self._unite(args[0], p, node, d)
+                    self._dims.unite(args[0], p, node, d)
             case Op.RESHAPE:
                 old = [d for d, n in enumerate(args[0].shape) if n > 1]
                 new = [d for d, n in enumerate(node.shape) if n > 1]
                 if [args[0].shape[d] for d in old] != [node.shape[d] for d in new]:
                     raise Infeasible("a reshape that splits or merges dims")
                 for p, d in zip(old, new, strict=True):
-                    self._unite(args[0], p, node, d)
+                    self._dims.unite(args[0], p, node, d)
             case op if op in _REFUSED:
                 raise Infeasible(f"{op.value} has no place in registers")
             case Op.SIZE:
@@ -95,7 +81,7 @@ class Axes:
                 for x in args:
                     pad = node.rank - x.rank
                     for d in range(x.rank):
-                        self._unite(x, d, node, d + pad)
+                        self._dims.unite(x, d, node, d + pad)
 
     def _number(self) -> None:
         block, info = self.block, self.block.info
@@ -112,7 +98,7 @@ class Axes:
                         raise Infeasible("tiles of one element of which some blocks have none")
                     dims.append(None)
                     continue
-                root = self._find((node, d))
+                root = self._dims.find((node, d))
                 if root not in numbers:
                     numbers[root] = len(extents)
                     extents.append(n)

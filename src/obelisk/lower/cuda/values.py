@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from obelisk.base.errors import Infeasible
-from obelisk.ir.block import BlockGraph, Phase, Reduce, ceil_div
+from obelisk.ir.block import BlockGraph, Phase
 from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node
 from obelisk.ir.op import LoadAttrs, Op
@@ -31,6 +31,7 @@ from obelisk.lower.cuda.names import (
     split_line,
     split_name,
 )
+from obelisk.lower.moves import load_moves, store_moves
 from obelisk.lower.schedule import Operand
 
 VIEWS = (Op.RESHAPE, Op.TRANSPOSE, Op.BROADCAST)
@@ -538,30 +539,12 @@ class Values:
         """Strides of a load's dims, and elements per step of each grid axis and iteration."""
         at: LoadAttrs = node.attrs
         strides = self.params[at.index].strides
-        moves = [
-            0 if d is None else ceil_div(at.full[d], at.grid[a]) * strides[d]
-            for a, d in enumerate(at.imap)
-        ]
-        moves.append(0 if at.fmap is None else node.shape[at.fmap] * strides[at.fmap])
-        return strides, tuple(moves)
+        return strides, load_moves(node, strides)
 
     def store_moves(self, j: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The same for a store. Partial results have the number of the folded block in front."""
-        store, full = self.block.stores[j], self.block.info.shapes[j]
-        strides, grid = self.results[j].strides, self.block.grid
-        moves = [
-            0 if d is None else ceil_div(full[d], grid[a]) * strides[d]
-            for a, d in enumerate(store.omap)
-        ]
-        if store.reduce is not Reduce.NONE:
-            step = prod(full)
-            for a in reversed(range(len(grid))):
-                if store.omap[a] is None:
-                    moves[a] = step
-                    step *= grid[a]
-        fm = store.fmap
-        moves.append(0 if fm is None else store.value.shape[fm] * strides[fm])
-        return strides, tuple(moves)
+        strides = self.results[j].strides
+        return strides, store_moves(self.block, j, strides)
 
     def vector(
         self, node: Node, dtype: DType, strides: Sequence[int], moves: Sequence[int], layout: Layout

@@ -16,7 +16,7 @@ from obelisk.ir.build import BlockBuilder
 from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node, make
 from obelisk.ir.op import Op
-from obelisk.lower.default import DefaultBlock
+from obelisk.lower.default import DefaultBlock, product_block
 from obelisk.lower.triton.names import power
 from obelisk.lower.triton.padding import on_matrix_units
 
@@ -130,8 +130,7 @@ def matmul(node: Node, cores: int) -> DefaultBlock:
     """A matrix product: a tile of the result a block, the depth in a loop, and split over blocks
     where the result has too few tiles for the cores.
     """
-    a, w = node.inputs
-    rank, depth = node.rank, a.shape[-1]
+    rank, depth = node.rank, node.inputs[0].shape[-1]
     units = on_matrix_units(node)
     tall, broad = node.shape[-2], node.shape[-1]
     side = SIDE if units else 16
@@ -153,29 +152,7 @@ def matmul(node: Node, cores: int) -> DefaultBlock:
         folds = min(cores // blocks, depth // LEAST_DEPTH)
         folds = ceil_div(depth, ceil_div(depth, folds))
     loop = ceil_div(ceil_div(depth, folds), step)
-    cuts = {**cut, rank: folds} if folds > 1 else cut
-    b = BlockBuilder(_grid(cuts), loop)
-
-    def load(x: Node, skip: int, fold_dim: int) -> Node:
-        pad = rank - x.rank
-        imap: list[int | None] = []
-        for d in cuts:
-            if d == rank:
-                imap.append(fold_dim)
-            elif d == skip or d < pad or x.shape[d - pad] == 1:
-                imap.append(None)
-            else:
-                imap.append(d - pad)
-        return b.load(x, imap or [None], fold_dim if loop > 1 else None)
-
-    value = make(
-        Op.MATMUL, (load(a, rank - 1, a.rank - 1), load(w, rank - 2, w.rank - 2)), node.attrs
-    )
-    if loop > 1:
-        value = build.accum_sum(value)
-    omap = [None if d == rank else d for d in cuts] or [None]
-    b.store(value, omap, reduce=Reduce.SUM if folds > 1 else Reduce.NONE, dtype=node.dtype)
-    return DefaultBlock(b.finish(), tuple(b.inputs))
+    return product_block(node, cut, folds, loop)
 
 
 def default_block(node: Node, cores: int) -> DefaultBlock:

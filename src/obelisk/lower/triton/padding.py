@@ -13,10 +13,10 @@ from obelisk.ir.block import BlockGraph
 from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
+from obelisk.lower.dims import Dim, DimSets
 from obelisk.lower.triton.names import power
 
 LEAST_PRODUCT = 16  # rows, columns and depth of a product on matrix units
-Key = tuple[Node, int]
 
 
 def on_matrix_units(node: Node) -> bool:
@@ -33,37 +33,22 @@ class Padding:
     """Padded extents of one block graph."""
 
     def __init__(self, block: BlockGraph) -> None:
-        self._parent: dict[Key, Key] = {}
-        self._least: dict[Key, int] = {}
-        for node in block.body:
-            for d in range(node.rank):
-                self._parent[node, d] = (node, d)
+        self._dims = DimSets(block.body)
+        self._least: dict[Dim, int] = {}
         for node in block.body:
             self._join(node)
         for node in block.body:
             if node.op is Op.MATMUL and on_matrix_units(node):
                 a = node.inputs[0]
                 for key in ((node, node.rank - 2), (node, node.rank - 1), (a, a.rank - 1)):
-                    self._least[self._find(key)] = LEAST_PRODUCT
+                    self._least[self._dims.find(key)] = LEAST_PRODUCT
 
     def of(self, node: Node, dim: int) -> int:
         """The padded extent of a dim (1 where it has one element)."""
         n = node.shape[dim]
         if n == 1:
             return 1
-        return max(power(n), self._least.get(self._find((node, dim)), 1))
-
-    def _find(self, key: Key) -> Key:
-        while self._parent[key] != key:
-            self._parent[key] = self._parent[self._parent[key]]
-            key = self._parent[key]
-        return key
-
-    def _unite(self, a: Node, da: int, b: Node, db: int) -> None:
-        if a.shape[da] > 1 and a.shape[da] == b.shape[db]:
-            x, y = self._find((a, da)), self._find((b, db))
-            if x != y:
-                self._parent[y] = x
+        return max(power(n), self._least.get(self._dims.find((node, dim)), 1))
 
     def _join(self, node: Node) -> None:
         args = node.inputs
@@ -72,27 +57,27 @@ class Padding:
                 for x in args:
                     for d in range(node.rank):
                         if d != node.attrs.axis:
-                            self._unite(x, d, node, d)
+                            self._dims.unite(x, d, node, d)
             case Op.MATMUL:
                 a, b = args
-                self._unite(a, a.rank - 2, node, node.rank - 2)
-                self._unite(b, b.rank - 1, node, node.rank - 1)
-                self._unite(a, a.rank - 1, b, b.rank - 2)
+                self._dims.unite(a, a.rank - 2, node, node.rank - 2)
+                self._dims.unite(b, b.rank - 1, node, node.rank - 1)
+                self._dims.unite(a, a.rank - 1, b, b.rank - 2)
                 for x in args:
                     for d in range(x.rank - 2):
-                        self._unite(x, d, node, d + node.rank - x.rank)
+                        self._dims.unite(x, d, node, d + node.rank - x.rank)
             case Op.TRANSPOSE:
                 for d, p in enumerate(node.attrs.perm):
-                    self._unite(args[0], p, node, d)
+                    self._dims.unite(args[0], p, node, d)
             case Op.RESHAPE:
                 for old, new in kept_dims(args[0].shape, node.shape):
-                    self._unite(args[0], old, node, new)
+                    self._dims.unite(args[0], old, node, new)
             case Op.SIZE:
                 pass
             case _:
                 for x in args:
                     for d in range(x.rank):
-                        self._unite(x, d, node, d + node.rank - x.rank)
+                        self._dims.unite(x, d, node, d + node.rank - x.rank)
 
 
 def kept_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:

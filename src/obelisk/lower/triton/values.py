@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from obelisk.base.errors import Infeasible
-from obelisk.ir.block import BlockGraph, Phase, Reduce, ceil_div, is_ragged
+from obelisk.ir.block import BlockGraph, Phase, Reduce, is_ragged
 from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node
 from obelisk.ir.op import LoadAttrs, Op
 from obelisk.ir.table import size_value
 from obelisk.lower.chains import ELEMENTWISE
 from obelisk.lower.cuda.names import kind_of, meeting_kind, split_name
+from obelisk.lower.moves import load_moves, store_moves
 from obelisk.lower.schedule import Operand
 from obelisk.lower.tile import Extent, View
 from obelisk.lower.triton.names import (
@@ -351,12 +352,8 @@ class Values(ABC):
         """A load as a view of the kernel tensor."""
         at: LoadAttrs = node.attrs
         strides = self.params[at.index].strides
-        moves = [
-            0 if d is None else ceil_div(at.full[d], at.grid[a]) * strides[d]
-            for a, d in enumerate(at.imap)
-        ]
-        moves.append(0 if at.fmap is None else node.shape[at.fmap] * strides[at.fmap])
-        return View(at.index, tuple(Extent(n) for n in node.shape), strides, 0, tuple(moves))
+        dims = tuple(Extent(n) for n in node.shape)
+        return View(at.index, dims, strides, 0, load_moves(node, strides))
 
     def view(self, node: Node) -> None:
         """A node that only moves elements: a view of a load where it is one."""
@@ -566,21 +563,8 @@ class Values(ABC):
         """Strides of a result, and elements per step of each grid axis and iteration. Partial
         results have the number of the folded block in front.
         """
-        store, full = self.block.stores[j], self.block.info.shapes[j]
-        strides, grid = self.results[j].strides, self.block.grid
-        moves = [
-            0 if d is None else ceil_div(full[d], grid[a]) * strides[d]
-            for a, d in enumerate(store.omap)
-        ]
-        if store.reduce is not Reduce.NONE:
-            step = prod(full)
-            for a in reversed(range(len(grid))):
-                if store.omap[a] is None:
-                    moves[a] = step
-                    step *= grid[a]
-        fm = store.fmap
-        moves.append(0 if fm is None else store.value.shape[fm] * strides[fm])
-        return strides, tuple(moves)
+        strides = self.results[j].strides
+        return strides, store_moves(self.block, j, strides)
 
     def store(self, j: int) -> None:
         """Write a result."""
