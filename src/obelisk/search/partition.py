@@ -9,7 +9,7 @@ At any moment the best path of searched intervals is an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -30,6 +30,7 @@ EXPECTED = 1.5
 
 
 WORTH = 0.1  # share of the time that a further cover has to promise
+ROUND = 16  # intervals that are searched at a time, where so many promise anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +241,12 @@ class Partition:
             work = max(0.0, best - self._launch)
             self.efficiency = min(self.efficiency, max(1.0, work / interval.bound))
 
-    def shortest(self, known_only: bool, fee: float = 0.0) -> Cover | None:
+    def shortest(
+        self, known_only: bool, fee: float = 0.0, without: Collection[int] = ()
+    ) -> Cover | None:
         """The cheapest path; with `known_only` over searched intervals and single operators. Each
-        interval that costs anything costs `fee` seconds more.
+        interval that costs anything costs `fee` seconds more; those in `without` (by `id`) are not
+        taken.
         """
         n = len(self.order)
         best: list[float] = [0.0] + [inf] * n
@@ -253,7 +257,7 @@ class Partition:
                 if best[i] == inf:
                     continue
                 got = self.interval(i, j)
-                if got is None:
+                if got is None or id(got) in without:
                     continue
                 if got.seconds is not None:
                     value = got.seconds
@@ -294,17 +298,24 @@ class Partition:
 
     def wanted(self) -> list[Interval]:
         """The intervals of the shortest path that are not searched yet; none when no path is
-        expected to be clearly shorter than the best searched one.
+        expected to be clearly shorter than the best searched one. Where they are few, also those of
+        the next paths, as if the former were in vain: a round then keeps several workers busy.
         """
-        cover = self.shortest(known_only=False)
-        if cover is None:
-            return []
-        asked = [p for p in cover.intervals if p.seconds is None]
-        known = self.shortest(known_only=True) if asked and self._asked else None
+        known = self.shortest(known_only=True) if self._asked else None
+        most = known.seconds * (1 - WORTH) if known is not None else inf
         self._asked = True
-        if known is not None and cover.seconds > known.seconds * (1 - WORTH):
-            return []
-        return asked
+        asked: dict[int, Interval] = {}
+        while len(asked) < ROUND:
+            cover = self.shortest(known_only=False, without=asked)
+            if cover is None or cover.seconds > most:
+                break
+            new = {id(p): p for p in cover.intervals if p.seconds is None}
+            if not new:
+                break
+            asked.update(new)
+            if len(cover.intervals) == 1:
+                break  # a kernel for all of it: what comes of that decides whether to cut
+        return list(asked.values())
 
     def assemble(
         self, cover: Cover, choice: Callable[[Interval], Instance | None]
