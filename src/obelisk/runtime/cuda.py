@@ -18,10 +18,8 @@ import numpy as np
 from obelisk.base.errors import KernelFault, UserError
 from obelisk.plan import HostIdentity, Plan, read_plan
 from obelisk.plan.layout import align
-from obelisk.runtime.checkpoint import Checkpoint, differing, file_digests
 from obelisk.runtime.cuda_driver import GPU, Device, Kernel
-from obelisk.runtime.packing import pack
-from obelisk.runtime.session import REASONS, Sampling, Session, SlotRun
+from obelisk.runtime.session import REASONS, Sampling, Session, SlotRun, packed_weights
 from obelisk.runtime.timeline import spans_of
 
 Array = Any
@@ -107,6 +105,15 @@ def gpu_refusal(
     return None
 
 
+def _device_of(plan: Plan) -> Device:
+    """This machine's device; raises `UserError` where the plan was made for another."""
+    device = Device()
+    why = gpu_refusal(plan.host, device.identity(plan.host.machine), device.capability)
+    if why is not None:
+        raise UserError(f"this plan cannot run here: {why}. Synthesise one for this device")
+    return device
+
+
 class CudaSession(Session):
     """A CUDA plan with its weights in device memory.
 
@@ -122,10 +129,7 @@ class CudaSession(Session):
         """Take a plan and its packed weights: an array, or the address of device memory."""
         if plan.target != "cuda":
             raise UserError(f"a plan for {plan.target} is no CUDA plan")
-        device = self.device = Device()
-        why = gpu_refusal(plan.host, device.identity(plan.host.machine), device.capability)
-        if why is not None:
-            raise UserError(f"this plan cannot run here: {why}. Synthesise one for this device")
+        device = self.device = _device_of(plan)
         self.plan, self.spin_seconds = plan, spin_seconds
         how: Mapping[str, Any] = plan.schedule["launch"]
         self.how = how
@@ -183,22 +187,8 @@ class CudaSession(Session):
     ) -> CudaSession:
         """A session from a plan file; raises what `Session.load` raises."""
         what = plan if isinstance(plan, Plan) else read_plan(plan)
-        device = Device()
-        why = gpu_refusal(what.host, device.identity(what.host.machine), device.capability)
-        if why is not None:
-            raise UserError(f"this plan cannot run here: {why}. Synthesise one for this device")
-        folder = Path(weights_dir or what.weights_path)
-        if not folder.is_dir():
-            raise UserError(
-                f"the plan's weights are not in {folder}: name their directory with --weights-dir"
-            )
-        bad = differing(what.weights_digests, file_digests(folder))
-        if bad is not None:
-            raise UserError(f"{folder} does not hold the weights that the plan was made for: {bad}")
-        checkpoint = Checkpoint(folder)
-        checkpoint.check(what.tensors, what.layout.layers)
-        arena = pack(what.layout, checkpoint.tensor, checkpoint.grouped)
-        return CudaSession(what, arena, spin_seconds)
+        _device_of(what)  # refused before the weights are read
+        return CudaSession(what, packed_weights(what, weights_dir), spin_seconds)
 
     def logits(self) -> Array:
         """The logits of the latest step, float32 (batch, vocab); needs `keep_logits`."""

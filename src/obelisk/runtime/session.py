@@ -67,6 +67,24 @@ class SlotRun:
     reason: str
 
 
+def packed_weights(plan: Plan, weights_dir: str | Path | None = None) -> Array:
+    """A plan's weights in its layout, from the directory that it names or from `weights_dir`.
+
+    Raises `UserError` where there is none, or where it holds other weights than the plan's.
+    """
+    folder = Path(weights_dir or plan.weights_path)
+    if not folder.is_dir():
+        raise UserError(
+            f"the plan's weights are not in {folder}: name their directory with --weights-dir"
+        )
+    bad = differing(plan.weights_digests, file_digests(folder))
+    if bad is not None:
+        raise UserError(f"{folder} does not hold the weights that the plan was made for: {bad}")
+    checkpoint = Checkpoint(folder)
+    checkpoint.check(plan.tensors, plan.layout.layers)
+    return pack(plan.layout, checkpoint.tensor, checkpoint.grouped)
+
+
 class Session:
     """A plan with its weights in memory.
 
@@ -118,18 +136,7 @@ class Session:
         why = refusal(what.host, host_identity(), what.cores)
         if why is not None:
             raise UserError(f"this plan cannot run here: {why}. Synthesise one on this machine")
-        folder = Path(weights_dir or what.weights_path)
-        if not folder.is_dir():
-            raise UserError(
-                f"the plan's weights are not in {folder}: name their directory with --weights-dir"
-            )
-        bad = differing(what.weights_digests, file_digests(folder))
-        if bad is not None:
-            raise UserError(f"{folder} does not hold the weights that the plan was made for: {bad}")
-        checkpoint = Checkpoint(folder)
-        checkpoint.check(what.tensors, what.layout.layers)
-        arena = pack(what.layout, checkpoint.tensor, checkpoint.grouped)
-        return Session(what, arena, spin_seconds)
+        return Session(what, packed_weights(what, weights_dir), spin_seconds)
 
     def reset(self, slot: int | None = None) -> None:
         """Forget what a slot (or all) holds."""
