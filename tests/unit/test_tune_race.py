@@ -173,6 +173,22 @@ def test_a_slow_baseline_is_not_timed_for_ever() -> None:
     assert len(field.runners[2].values) == 2 * FIRST
 
 
+def test_what_is_far_slower_by_chance_stays() -> None:
+    """The program's own kernels, 2.5 times slower by the median but faster in 2 of 7 rounds: they
+    stay until that cannot be chance, and the faster one is then the answer.
+    """
+    own, other = Runner(0, True, True, 2.5), Runner(1, False, True, 1.0)
+
+    def turn(r: Runner) -> tuple[list[float], int]:
+        fast = len(r.values) % 7 in (0, 3)
+        return [(0.9 if fast else 2.5) if r is own else 1.0], 1
+
+    race([own, other], turn, 1e9, clock=lambda: 0.0)
+    assert len(own.values) == 8 * FIRST
+    assert not significantly_slower(Runner(0, True, True, 2.5, own.values[: 2 * FIRST]), other)
+    assert significantly_slower(own, other)
+
+
 def test_median_interval_covers() -> None:
     """95% of the intervals of 25 skewed values hold the true median."""
     rng = np.random.default_rng(0)

@@ -151,8 +151,9 @@ def _drop(runners: Sequence[Runner], done: int) -> None:
         if not r.pinned and ratio(r, first) > 1 + TIE:
             r.out = f"in the slower half after {done} rounds"
     for r in runners:
-        # A baseline that is far off has been timed often enough for the report.
-        if r.pinned and not r.out and done >= 2 * FIRST and ratio(r, first) > FAR:
+        # What is far off, and not by chance, has been timed often enough for the report.
+        far = r.pinned and not r.out and done >= 2 * FIRST and ratio(r, first) > FAR
+        if far and significantly_slower(r, first):
             r.out = f"far slower after {done} rounds"
 
 
