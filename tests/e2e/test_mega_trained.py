@@ -72,16 +72,22 @@ def test_the_gradients_are_the_loss_s_derivatives() -> None:
 def test_the_model_learns_and_its_plan_says_what_it_learnt(
     trained: tuple[Path, list[float]], plan: Path
 ) -> None:
-    """The loss falls by a nat and more; 256 greedy tokens equal the float64 reference."""
+    """The loss falls by a nat and more; 256 greedy tokens equal the float64 reference outside
+    near-ties.
+    """
     folder, losses = trained
     assert np.mean(losses[-10:]) < losses[0] - 1.0
     config = json.loads((folder / "config.json").read_text())
     prompt = Tokenizer(folder).encode("The search keeps")
     want, gaps = Reference(config, load_file(folder / "model.safetensors")).generate(prompt, 256)
-    got = Engine.load(plan).generate([prompt], 256)[0]
-    tie = next((i for i, g in enumerate(gaps) if g < 1e-3), 256)
-    assert tie > 16
-    assert list(got.tokens)[:tie] == want[:tie]
+    ties = [i for i, g in enumerate(gaps) if g < 1e-3]
+    assert len(ties) < 32  # the model depends on this repository's texts
+    engine, start = Engine.load(plan), 0
+    for stop in (*ties, 256):  # after a near-tie, on from what the reference chose
+        if start < stop:
+            got = engine.generate([[*prompt, *want[:start]]], stop - start)[0]
+            assert list(got.tokens) == want[start:stop]
+        start = stop + 1
 
 
 def test_text_goes_in_and_comes_out(
