@@ -21,7 +21,6 @@ from obelisk.base.digest import digest
 from obelisk.base.errors import CallError, InternalError, MissingDependency, ParseError
 from obelisk.lower.cuda.options import CudaKernel, CudaLaunch, CudaModule, Place, Pointer, TensorMap
 
-STATIC_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no permission
 COUNTER_BYTES = 4
 EARLY_LAUNCH = 9  # compute capability from which a launch may begin before the last has ended
 _TEXT = ("source", "plan")  # of a kernel: for people, and long
@@ -193,7 +192,7 @@ class CudaLibrary:
         loaded = check(cu.cuModuleLoadData(image), "loading a cubin")
         self._modules.append(loaded)
         function = check(cu.cuModuleGetFunction(loaded, kernel.entry.encode()), "finding a kernel")
-        if kernel.shared > STATIC_SHARED:
+        if kernel.shared:  # with what a kernel declares it may pass the usual limit, too
             check(
                 cu.cuFuncSetAttribute(
                     function,

@@ -29,6 +29,7 @@ from obelisk.machine.description import Feature, Machine
 THREADS = 256  # of a block, where its loop has work for them
 WIDE_THREADS = 384  # of a block whose products take four warps
 MOST_THREADS = 1024
+COPYING = 32  # threads of the warp that copies in bulk, besides the groups'
 MOST_WIDE_THREADS = 512  # more leave too few registers for results of 64 rows
 STREAM_WARPS = 4  # that share the columns of weights
 MOST_STAGES = 4
@@ -231,6 +232,9 @@ class Fragments(Clustered):
         self.stages = {}
         sizes = {False: 0, True: 0}
         self.bulk = self._bulk()
+        if self.launch_threads() > MOST_THREADS:  # the copying warp takes the place of a group
+            self.groups = (MOST_THREADS - COPYING) // self.group_threads
+            self.threads = self.groups * self.group_threads
         for node in self.operands:
             (ra, rs), (ia, step) = self.tile_dims(node)
             height, width = self._tile_size(node)
@@ -361,7 +365,7 @@ class Fragments(Clustered):
 
     def launch_threads(self) -> int:
         """Threads of a block, the copying warp included."""
-        return self.threads + (32 if self.bulk else 0)
+        return self.threads + (COPYING if self.bulk else 0)
 
     def fold_across(self, op: Op, value: Value, axis: int, layout: Layout, text: Text) -> None:
         if layout.dim(axis).warps[0] > 1 or (
