@@ -18,7 +18,7 @@ import pytest
 from tests import fake_cuda
 
 import obelisk as ob
-from obelisk.app import backend_cuda
+from obelisk.app import backend_cuda, backend_gpu
 from obelisk.app.backends import backend_of
 from obelisk.app.calls import Bound
 from obelisk.app.cuda_calls import REMEMBERED, _Loaded
@@ -59,6 +59,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[str]:
 
     monkeypatch.setattr(backend_cuda, "compile_cuda", compile_cuda)
     monkeypatch.setattr(backend_cuda, "toolchain", lambda: "a compiler 1.0")
+    monkeypatch.setattr(backend_gpu, "has_triton", lambda: False)  # its cubins would be real ones
     rig = Rig("tests.fake_cuda", 0, 0.0, 0.0, 2e-4)
     monkeypatch.setattr(backend_cuda.CudaBackend, "rig", lambda self, device: rig)
     return counts

@@ -32,6 +32,7 @@ from obelisk.build.probe import device_facts, machine_of
 from obelisk.ir import DType, KernelGraph, random_inputs, run
 from obelisk.ir.resize import blocks_of
 from obelisk.lower.cuda import CudaKernel, lower_cuda
+from obelisk.lower.triton import TritonOptions
 from obelisk.machine import capacity, find
 from obelisk.search import Budget, search
 from obelisk.tune import CPU
@@ -157,12 +158,16 @@ def test_decisions_that_are_left_out() -> None:
         assert all(getattr(o, k) == v for o in left for k, v in change.items())
     with pytest.raises(UserError, match=r"'magic'.*layout"):
         restricted(backend, options, ("magic",))
+    # A target that takes no such decision would hide what it brings.
+    known = [*options, TritonOptions()]
+    assert TritonOptions() in restricted(backend, known, ())
+    assert not any(isinstance(o, TritonOptions) for o in restricted(backend, known, ("layout",)))
 
 
 @pytest.mark.parametrize("name", sorted(backend_of("cuda").ablations))
 def test_each_decision_changes_kernels(name: str) -> None:
     """Leaving a decision out gives other text for some fused graph: the flag is not for show."""
-    backend, machine = backend_of("cuda"), find("sm_90a")
+    backend, machine = backend_of("cuda-c"), find("sm_90a")
     changed = 0
     for graph in (
         *fused().values(),

@@ -48,7 +48,7 @@ def report(**changes: object) -> Report:
         ),
         baselines=(
             BaselineRow("op_by_op", 1000.0, 10.0),
-            BaselineRow("numpy", 1500.0, 20.0),
+            BaselineRow("numpy", 1500.0, 20.0, ratio=6.0, ratio_spread=0.1),
             BaselineRow("torch", None, None, "torch is not installed"),
         ),
         search=SearchRow(4.5, 12345, {"memory": 17}),
@@ -64,7 +64,7 @@ def test_json_keys_and_round_trip() -> None:
     data = json.loads(json.dumps(report().to_json()))
     assert data["chosen"] == {
         "index": 1, "kernels": 1, "time_us": 250.0, "verdict": "tested",
-        "bound": "4 draws <at> 8x8",
+        "bound": "4 draws <at> 8x8", "target": "",
     }  # fmt: skip
     assert data["baselines"] == {"op_by_op": 1000.0, "numpy": 1500.0, "torch": None}
     assert data["unavailable"] == {"torch": "torch is not installed"}
@@ -101,8 +101,8 @@ def test_terminal_account_has_every_part() -> None:
     print_report(report(cached=True), 'graph "gqa" {}', Console(file=out, width=160))
     text = out.getvalue()
     for part in (
-        'graph "gqa"', "refuted: <x>", "4.00x as fast", "6.00x as fast", "torch is not installed",
-        "12,345 states in 4.5 s; pruned 17 memory", "Left out: 1 refuted",
+        'graph "gqa"', "refuted: <x>", "4.00 times as fast", "6.00 ± 0.10 times as fast",
+        "torch is not installed", "12,345 states in 4.5 s; pruned 17 memory", "Left out: 1 refuted",
         "Answered from the cache",
     ):  # fmt: skip
         assert part in text, part
@@ -206,6 +206,16 @@ def test_bench_summary() -> None:
     assert summary["worst"] == pytest.approx(0.5)
     assert summary["geomean_over_op_by_op"] == pytest.approx((4.0 * 2.0) ** 0.5)
     assert geomean([]) is None
+    close = report(
+        baselines=(
+            BaselineRow("op_by_op", 1000.0),
+            BaselineRow("numpy", 1500.0, ratio=5.5, ratio_spread=0.2),
+            BaselineRow("torch", 1490.0, ratio=5.7, ratio_spread=0.1),
+        )
+    )
+    paired = BenchRow("gqa", 1, "f32", close)  # rounds in pairs, not medians, say who is fastest
+    assert (paired.best_other, paired.ratio) == (("numpy", 1500.0), 5.5)
+    assert paired.ratio_spread == 0.2
     words = ["bench", "gqa", "--json", "here.json", "--seed", "3"]
     assert command(words) == "obelisk bench gqa --seed 3"
     data = bench_json([good, slow, bad])

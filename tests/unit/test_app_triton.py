@@ -7,21 +7,26 @@ without it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 from tests.cuda_graphs import fused
 
+from obelisk.app import backend_triton
 from obelisk.app.backend_triton import BACKEND, TritonBuilt
 from obelisk.app.backends import backend_of, ordinal_of
 from obelisk.base.errors import BuildFailed, MissingDependency, UnknownName
+from obelisk.build.cuda import Resources
 from obelisk.build.device import module_from_json
-from obelisk.build.triton import version
+from obelisk.build.triton import TritonCubin, version
 from obelisk.lower.cuda import CudaOptions
-from obelisk.lower.triton import TritonOptions
-from obelisk.machine import find
+from obelisk.lower.triton import TritonKernel, TritonOptions
+from obelisk.machine import Machine, find
 
 H200 = find("h200")
 try:
@@ -49,15 +54,16 @@ def test_options_and_ablations_are_tritons_own() -> None:
 
 
 @needs_triton
-def test_both_compilers_race_in_turns(fresh_cache: Path) -> None:
+def test_both_targets_race_in_turns(fresh_cache: Path) -> None:
     """The defaults of both come first; each text is built and packed by its own compiler."""
-    both = backend_of("gpu")
+    both = backend_of("cuda")
     graph = fused()["gated"]
     options = both.options(graph, H200)
     assert options[:2] == [CudaOptions(), TritonOptions()]
     assert sum(isinstance(o, TritonOptions) for o in options) == len(BACKEND.options(graph, H200))
     made = [both.lower(graph, H200, o) for o in options[:2]]
-    assert [m.label.startswith("Triton") for m in made] == [False, True]
+    assert [m.target for m in made] == ["CUDA C++", "Triton"]
+    assert [m.launches for m in made] == [1, 1]
     with ThreadPoolExecutor(2) as pool:
         build = both.builder(H200, pool)
         files = [both.files(m, build(m).result()) for m in made]
@@ -66,6 +72,7 @@ def test_both_compilers_race_in_turns(fresh_cache: Path) -> None:
         assert len(module.kernels) == len(found) - 1
     assert files[0]["kernel0.cubin"] != files[1]["kernel0.cubin"]
     assert "triton" in both.toolchain()
+    assert "triton" not in backend_of("cuda-c").toolchain()
 
 
 @needs_triton
@@ -85,6 +92,40 @@ def test_a_module_becomes_a_bundle_and_files(fresh_cache: Path) -> None:
     module = module_from_json(json.loads(files["module.json"]))
     assert module.launches == built.module.launches
     assert made.scratch_bytes > module.scratch_bytes > 0
+
+
+@needs_triton
+def test_modules_share_child_processes(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits when a thread is free is compiled by one child; every module gets its own answer,
+    also where a neighbour's build fails, and one that was called off is left out.
+    """
+    graph, calls = fused()["gated"], list[int]()
+    made = [BACKEND.lower(graph, H200, o) for o in BACKEND.options(graph, H200)[:4]]
+
+    def compile_many(
+        kernels: Sequence[TritonKernel], machine: Machine, **_: Any
+    ) -> list[TritonCubin | BuildFailed]:
+        calls.append(len(kernels))
+        good = TritonCubin(fresh_cache / "k.cubin", 0.1, 0, 128, Resources(32, 0, 0, 0, 0), False)
+        bad = made[1].module.kernels
+        return [BuildFailed("no") if k in bad else good for k in kernels]
+
+    fresh_cache.mkdir(parents=True)
+    (fresh_cache / "k.cubin").write_bytes(b"a cubin")
+    monkeypatch.setattr(backend_triton, "compile_triton_many", compile_many)
+    monkeypatch.setenv("OBELISK_THREADS", "1")
+    with ThreadPoolExecutor(1) as pool:
+        gate = Event()
+        pool.submit(gate.wait)
+        build = BACKEND.builder(H200, pool)
+        futures = [build(m) for m in made]
+        assert futures[3].cancel()
+        gate.set()
+        assert isinstance(futures[0].result(), TritonBuilt)
+        assert isinstance(futures[2].result(), TritonBuilt)
+        with pytest.raises(BuildFailed, match="no"):
+            futures[1].result()
+    assert calls == [3]
 
 
 @needs_triton

@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from obelisk.tune.race import FIRST, ROUNDS, Runner, leader, race, significantly_slower
+from obelisk.tune.race import (
+    FIRST,
+    ROUNDS,
+    Runner,
+    leader,
+    race,
+    ratio,
+    ratio_spread,
+    significantly_slower,
+)
 from obelisk.tune.stats import interval, median, quartile_range, slower_p
 
 
@@ -102,6 +111,24 @@ def test_few_calls_for_the_hopeless() -> None:
     first = leader(field.runners)
     assert first is not None
     assert first.key == 1
+
+
+def test_how_slow_is_hopeless_can_be_said() -> None:
+    """A device's probe is exact enough to leave out what is half as slow again."""
+    fast, slow = Runner(0, False, True, 1.0), Runner(1, False, True, 1.6)
+    race([fast, slow], lambda r: ([r.estimate], 1), float("inf"), rounds=7, hopeless=1.5)
+    assert slow.out.startswith("over 1.5 times slower")
+    assert not slow.values
+    assert len(fast.values) == 7
+
+
+def test_the_ratio_that_decides_has_a_spread() -> None:
+    """Drift that hits both in each round is in neither the ratio nor its spread."""
+    a, b = Runner(0, True, True, 2.0), Runner(1, False, True, 1.0)
+    a.values, b.values = [2.0, 20.0, 4.2], [1.0, 10.0, 2.0]
+    assert ratio(a, b) == 2.0
+    assert ratio_spread(a, b) == pytest.approx(0.05)
+    assert ratio_spread(a, Runner(2, False, True, 1.0)) is None
 
 
 def test_a_clear_order_ends_the_race_early() -> None:

@@ -37,11 +37,14 @@ def describe(options: Any) -> str:
 
 
 class Tried(NamedTuple):
-    """A lowering: its choices in words, what came of it, and its launches (0: as the graph's)."""
+    """A lowering: its choices in words, what came of it, its launches (0: as the graph's), and its
+    target where the device has several.
+    """
 
     variant: str
     measured: Measured | None
     launches: int = 0
+    target: str = ""
 
 
 def candidate_rows(
@@ -78,6 +81,7 @@ def candidate_rows(
                 chosen=i == chosen,
                 note=candidate.note,
                 relative_error=found.relative if found else None,
+                target=best.target if best else "",
             )
         )
     return tuple(rows)
@@ -119,7 +123,10 @@ def _row(name: str, measured: Measured) -> BaselineRow:
     if measured.status is not Status.OK or measured.seconds is None:
         reason = f"{measured.status.value}: {measured.detail}".removesuffix(": ")
         return BaselineRow(name, None, None, reason)
-    return BaselineRow(name, _micro(measured.seconds), _micro(measured.spread))
+    return BaselineRow(
+        name, _micro(measured.seconds), _micro(measured.spread),
+        ratio=measured.ratio, ratio_spread=measured.ratio_spread,
+    )  # fmt: skip
 
 
 def environment(machine: Machine, threads: int, more: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The CUDA back end: CUDA C++ through NVRTC (or nvcc), cubins, one device."""
+"""CUDA C++ for a CUDA device: NVRTC (or nvcc), cubins, rivals, calls."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from obelisk.tune import Contender, Rig, cuda_rig
 
 BUILD_SECONDS = 120.0  # time limit of one compiler run
 MODULE = "module.json"
+TARGET = "CUDA C++"
 _SHARED_FORM = "in shared memory"
 
 
@@ -98,7 +99,7 @@ class CudaBuilder:
 class CudaBackend:
     """See `backends.Backend`."""
 
-    name, dtype = "cuda", DType.F16
+    name, dtype = "cuda-c", DType.F16
     most_items, grow_items, start_seconds = 72, 64, 2.5
     quick, rivals = QUICK, RIVALS
     ablations: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -146,6 +147,7 @@ class CudaBackend:
             any(_SHARED_FORM in n for n in module.notes),
             module,
             len(module.launches),
+            TARGET,
         )
 
     def builder(self, machine: Machine, pool: Executor) -> Callable[[Lowering], Future[CudaBuilt]]:

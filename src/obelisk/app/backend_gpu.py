@@ -1,14 +1,15 @@
-"""Both compilers of a CUDA device in one race: CUDA C++ and Triton kernels of the same graphs.
+"""Every target of a CUDA device in one race: CUDA C++ and, where it is installed, Triton.
 
-Its artifacts are the CUDA back end's, whichever compiler won. Without Triton it is that back end.
+The first candidates are lowered for all targets; `optimize` gives further choices to what is
+fastest then. Artifacts are the CUDA C++ back end's, whichever target won.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any, ClassVar
+from itertools import zip_longest
+from typing import Any
 
 from obelisk.app.backend_cuda import CudaBackend
 from obelisk.app.backend_triton import BACKEND as TRITON
@@ -32,24 +33,26 @@ def has_triton() -> bool:
 class GpuBackend(CudaBackend):
     """See `backends.Backend`."""
 
-    name = "gpu"
-    most_items, grow_items = 72, 80
-    ablations: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    name = "cuda"
+    most_items, grow_items = 96, 72
 
     def toolchain(self) -> str:
-        """Both compilers'."""
+        """That of every target."""
         ours = super().toolchain()
         return f"{ours}, {TRITON.toolchain()}" if has_triton() else ours
 
+    def environment(self, device: str) -> dict[str, str]:
+        """Compilers, driver and device."""
+        return {**super().environment(device), "compiler": self.toolchain()}
+
     def options(self, graph: Graph, machine: Machine) -> Sequence[Any]:
-        """The choices of both, in turns: the defaults first."""
+        """The choices of all targets in turns, the defaults first."""
         ours: Sequence[Any] = super().options(graph, machine)
         try:
             theirs = TRITON.options(graph, machine) if has_triton() else []
         except Infeasible:  # a reason to leave Triton out, not the graph
             theirs = []
-        turns = itertools.zip_longest(ours, theirs)
-        return [o for pair in turns for o in pair if o is not None]
+        return [o for turn in zip_longest(ours, theirs) for o in turn if o is not None]
 
     def lower(self, graph: Graph, machine: Machine, options: Any) -> Lowering:
         """By the target whose options they are."""
@@ -58,7 +61,7 @@ class GpuBackend(CudaBackend):
         return super().lower(graph, machine, options)
 
     def builder(self, machine: Machine, pool: Executor) -> Callable[[Lowering], Future[Any]]:
-        """Each target's own."""
+        """Each target's own, on one pool."""
         ours, theirs = super().builder(machine, pool), TRITON.builder(machine, pool)
         return lambda made: (theirs if isinstance(made.module, TritonModule) else ours)(made)
 

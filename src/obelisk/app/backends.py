@@ -25,11 +25,11 @@ from obelisk.tune import Contender, Rig
 _REGISTRY: Mapping[str, str] = {
     "cpu": "obelisk.app.backend_cpu",
     "host": "obelisk.app.backend_cpu",
-    "cuda": "obelisk.app.backend_cuda",
-    "triton": "obelisk.app.backend_triton",  # the same devices through another compiler
-    "gpu": "obelisk.app.backend_gpu",  # both in one race
+    "cuda": "obelisk.app.backend_gpu",  # every target below that is installed, in one race
+    "cuda-c": "obelisk.app.backend_cuda",  # CUDA C++ alone
+    "triton": "obelisk.app.backend_triton",
 }
-_COUNTED = ("cuda", "triton", "gpu")
+_COUNTED = ("cuda", "cuda-c", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Lowering:
         slow: the emitter had to take a form that is there to be right, not fast.
         module: the emitter's own record.
         launches: kernels of a call; 0 where that is the graph's own number.
+        target: which of a device's targets it is for; empty where there is one.
     """
 
     graph: Graph
@@ -55,6 +56,7 @@ class Lowering:
     slow: bool
     module: Any
     launches: int = 0
+    target: str = ""
 
 
 class Runner(Protocol):
@@ -155,6 +157,11 @@ def ordinal_of(device: str) -> int:
     if colon and (name not in _COUNTED or not number.isdigit()):
         raise UnknownName(f"device {device!r}: known are {known_devices()}")
     return int(number or 0)
+
+
+def on_gpu(device: str) -> bool:
+    """Whether a device's name is one of a CUDA device."""
+    return device.partition(":")[0] in _COUNTED
 
 
 @cache

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from obelisk.app.account import OP_BY_OP
-from obelisk.app.backends import backend_of
+from obelisk.app.backends import backend_of, on_gpu
 from obelisk.app.pipeline import optimize_given
 from obelisk.app.programs import PROGRAMS, PUBLISHED, find_program
-from obelisk.app.report import Report
+from obelisk.app.report import BaselineRow, Report
 from obelisk.base.errors import ObeliskError, UserError
 from obelisk.base.progress import Progress
 from obelisk.ir import DType
@@ -64,6 +64,12 @@ class BenchRow:
         return next((b.time_us for b in self.report.baselines if b.name == name), None)
 
     @property
+    def over_own(self) -> float | None:
+        """How many times as fast as the program's own kernels."""
+        rows = self.report.baselines if self.report else ()
+        return next((b.over(self.time_us) for b in rows if b.name == OP_BY_OP), None)
+
+    @property
     def name(self) -> str:
         """The program, and its batch where that is not 1."""
         return self.program if self.batch == 1 else f"{self.program}:{self.batch}"
@@ -71,20 +77,38 @@ class BenchRow:
     @property
     def others(self) -> dict[str, float]:
         """Times of all baselines that ran, but for the program's own kernels."""
+        return {b.name: b.time_us for b in self._raced() if b.time_us is not None}
+
+    def _raced(self) -> list[BaselineRow]:
         rows = self.report.baselines if self.report else ()
-        return {b.name: b.time_us for b in rows if b.time_us is not None and b.name != OP_BY_OP}
+        return [b for b in rows if b.time_us is not None and b.name != OP_BY_OP]
+
+    @property
+    def best(self) -> BaselineRow | None:
+        """The fastest of the others, by its ratio to ours; None when none ran."""
+
+        def key(row: BaselineRow) -> tuple[float, str]:
+            return row.over(self.time_us) or row.time_us or 0.0, row.name
+
+        return min(self._raced(), key=key, default=None)
 
     @property
     def best_other(self) -> tuple[str, float] | None:
-        """The fastest of the others, or None when none ran."""
-        times = [(t, n) for n, t in self.others.items()]
-        return (min(times)[1], min(times)[0]) if times else None
+        """Its name and time."""
+        found = self.best
+        return (found.name, found.time_us) if found and found.time_us is not None else None
 
     @property
     def ratio(self) -> float | None:
-        """The best baseline's time over ours: above 1, ours is faster."""
-        other, own = self.best_other, self.time_us
-        return other[1] / own if other and own else None
+        """Its time over ours, paired by round where they raced: above 1, ours is faster."""
+        found, own = self.best, self.time_us
+        return found.over(own) if found and own else None
+
+    @property
+    def ratio_spread(self) -> float | None:
+        """The interquartile range of that ratio over rounds."""
+        found = self.best
+        return found.ratio_spread if found else None
 
 
 def run_bench(
@@ -108,7 +132,7 @@ def run_bench(
     known and `UserError` for a batch that is none.
     """
     backend = backend_of(device)
-    usual = CUDA_NAMES if backend.name == "cuda" else tuple(PROGRAMS)
+    usual = CUDA_NAMES if on_gpu(device) else tuple(PROGRAMS)
     asked = [_split(name, batch) for name in names or usual]
     programs = [(find_program(name), n) for name, n in asked]
     rows: list[BenchRow] = []
@@ -154,7 +178,7 @@ def summarise(rows: Sequence[BenchRow]) -> dict[str, Any]:
     """Geometric means over all programs and over the published nine, and the worst ratio."""
     ratios = {r.name: r.ratio for r in rows if r.ratio is not None}
     nine = [r.ratio for r in rows if r.ratio is not None and r.program in PUBLISHED]
-    own = [b / r.time_us for r in rows if r.time_us and (b := r.baseline(OP_BY_OP)) is not None]
+    own = [t for r in rows if (t := r.over_own) is not None]
     return {
         "geomean_all": geomean(list(ratios.values())),
         "geomean_published": geomean(nine),
@@ -183,6 +207,7 @@ def bench_json(rows: Sequence[BenchRow]) -> dict[str, Any]:
                 "best_other": r.best_other[0] if r.best_other else None,
                 "best_other_us": r.best_other[1] if r.best_other else None,
                 "ratio": r.ratio,
+                "ratio_spread": r.ratio_spread,
                 "error": r.error,
                 "report": r.report.to_json() if r.report else None,
             }

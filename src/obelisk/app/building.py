@@ -88,7 +88,7 @@ def build_graphs(
     decisions out. Raises `UserError` where the folder cannot be written, `MissingDependency`
     without a compiler.
     """
-    backend = backend_of("cuda")
+    backend = backend_of("cuda-c")
     compiler = backend.toolchain()
     restricted(backend, (), without)
     progress = progress or Silent()

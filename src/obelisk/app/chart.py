@@ -23,14 +23,13 @@ def chart(rows: Sequence[BenchRow]) -> str:
     parts: list[str] = []
     y, left_out = 30, []
     for row in rows:
-        best = row.best_other
-        if row.time_us is None or best is None:
+        best, ratio = row.best_other, row.ratio
+        if row.time_us is None or best is None or ratio is None:
             left_out.append(row.name)
             continue
         lines = sorted(row.others.items(), key=lambda x: (x[1], x[0]))[:_SHOWN]
         parts.append(
-            f'<text x="8" y="{y + 10}" font-weight="bold">{escape(row.name)}'
-            f"  {best[1] / row.time_us:.2f}x</text>"
+            f'<text x="8" y="{y + 10}" font-weight="bold">{escape(row.name)}  {ratio:.2f}x</text>'
         )
         y += _BAR + 4
         bars = [("obelisk", row.time_us, _OURS)]

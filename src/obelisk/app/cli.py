@@ -41,7 +41,7 @@ from obelisk.app.judging import judge_entries, judgements_json, summary_line
 from obelisk.app.loading import graph_of, load_entries, load_for, target_dtype
 from obelisk.app.lowered import lowered_text
 from obelisk.app.pipeline import SPACE, optimize
-from obelisk.app.report import show_bytes, show_us
+from obelisk.app.report import show_bytes, show_ratio, show_us
 from obelisk.base.errors import UserError
 from obelisk.base.settings import settings
 from obelisk.cache import Store
@@ -373,7 +373,7 @@ def bench_command(
     def row_of(row: benching.BenchRow) -> list[str]:
         if row.report is None:
             return [row.name, "-", "-", row.error, *[""] * len(columns)]
-        ratio = f"{row.ratio:.2f}" if row.ratio else "-"
+        ratio = show_ratio(row.ratio, row.ratio_spread) if row.ratio else "-"
         spread = row.report.chosen.spread_us
         return [
             row.name,

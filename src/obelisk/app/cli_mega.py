@@ -30,7 +30,7 @@ from obelisk.engine import Engine, Sampling, Tokenizer
 from obelisk.machine import Machine, MachineKind
 from obelisk.mega import Target, target_of
 from obelisk.plan import Plan, read_plan, write_plan
-from obelisk.runtime import Checkpoint, Session, trace_events
+from obelisk.runtime import Checkpoint, CpuSession, trace_events
 from obelisk.schedule import Choice, SearchAccount
 from obelisk.tasks import ModelConfig, Workload, read_config
 
@@ -381,7 +381,7 @@ def plan_compare(
     ] = None,
 ) -> None:
     """Compare every operator of a CPU plan with its meaning in float64; name the first at fault."""
-    session = Session.load(plan_file, weights_dir)
+    session = CpuSession.load(plan_file, weights_dir)
     checkpoint = Checkpoint(weights_dir or session.plan.weights_path)
     found = compare(session, checkpoint.tensor, checkpoint.grouped, steps)
     worst = {d.kind: max((x for x in found if x.kind is d.kind), key=lambda x: x.error)

@@ -15,7 +15,7 @@ import numpy as np
 
 from obelisk.base.errors import UserError
 from obelisk.plan import Plan
-from obelisk.runtime import Session
+from obelisk.runtime import CpuSession
 from obelisk.runtime.packing import GroupSource, dense_only, stored
 from obelisk.schedule import Schedule, Sync, place
 from obelisk.schedule.vm import VirtualMachine
@@ -102,7 +102,7 @@ def _used(s: StepShape, value: str, rows: Array) -> Array:
 
 
 def compare(
-    session: Session, source: Callable[[str], Array], grouped: GroupSource = dense_only,
+    session: CpuSession, source: Callable[[str], Array], grouped: GroupSource = dense_only,
     steps: int = 2, seed: int = 0,
 ) -> list[Difference]:  # fmt: skip
     """The error of every operator's results after `steps` steps on random tokens, in step order.

@@ -17,7 +17,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from obelisk.app.report import CandidateRow, Report, show_bytes, show_us
+from obelisk.app.report import CandidateRow, Report, show_bytes, show_ratio, show_us
 
 PATIENCE = 1.0  # seconds before progress shows
 REDRAW = 0.1  # seconds between two drawings
@@ -128,8 +128,9 @@ def times_table(report: Report) -> Table:
         if row.time_us is None:
             table.add_row(row.name, "-", "", Text(_short(row.reason)))
             continue
-        ratio = f"{row.time_us / best.time_us:.2f}x as fast" if best.time_us else ""
-        table.add_row(row.name, show_us(row.time_us), show_us(row.spread_us), ratio)
+        times = row.over(best.time_us)
+        words = f"{show_ratio(times, row.ratio_spread)} times as fast" if times else ""
+        table.add_row(row.name, show_us(row.time_us), show_us(row.spread_us), words)
     return table
 
 

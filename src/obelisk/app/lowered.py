@@ -18,11 +18,9 @@ def lowered_text(graph: Graph, target: str, without: Sequence[str], tiles: bool,
     `target` is a device or a machine's name; `without` leaves decisions out. Raises `Infeasible`
     naming the limit.
     """
-    if target.partition(":")[0] == "cuda":
-        backend, machine = backend_of(target), backend_of(target).machine(target)
-    else:
-        machine = find(target)
-        backend = backend_of("cpu" if machine.kind is MachineKind.CPU else "cuda")
+    word = target.partition(":")[0]
+    machine = backend_of(target).machine(target) if word == "cuda" else find(target)
+    backend = backend_of("cpu" if machine.kind is MachineKind.CPU else "cuda-c")
     options = restricted(backend, backend.options(graph, machine), without)[0]
     parts: list[str] = []
     if tiles:

@@ -566,7 +566,7 @@ class _Run:
         lowerings: dict[int, list[Tried]] = {}
         for known in self.lowered:
             lowerings.setdefault(known.candidate, []).append(
-                Tried(known.variant, known.measured, known.made.launches)
+                Tried(known.variant, known.measured, known.made.launches, known.made.target)
             )
         report = Report(
             program=request.program.name,

@@ -25,7 +25,7 @@ class CandidateRow:
 
     Attributes:
         index: its rank in the search; 0 is the program itself, operator by operator.
-        kernels: launches per call.
+        kernels: launches per call, of the lowering that was measured fastest.
         bytes: device-memory traffic per call that the cost model counts.
         predicted_us: the cost model's time.
         time_us, spread_us: measured median and half the interquartile range; None if not measured.
@@ -39,6 +39,7 @@ class CandidateRow:
         variants: how many lowerings were built.
         chosen: whether it is the answer.
         note: where the search found it.
+        target: what that lowering is for, where a device has several (CUDA C++, Triton).
     """
 
     index: int
@@ -56,16 +57,30 @@ class CandidateRow:
     chosen: bool = False
     note: str = ""
     relative_error: float | None = None
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineRow:
-    """What a candidate is compared with in the same run; `reason` says why there is no time."""
+    """What a candidate is compared with in the same run; `reason` says why there is no time.
+
+    `ratio` is how many times slower than the answer it is: the median over rounds of the ratio
+    within each, which is what decides the race, and `ratio_spread` its interquartile range. None
+    where they shared no round.
+    """
 
     name: str
     time_us: float | None
     spread_us: float | None = None
     reason: str = ""
+    ratio: float | None = None
+    ratio_spread: float | None = None
+
+    def over(self, time_us: float | None) -> float | None:
+        """The ratio to the answer, whose time is `time_us`: of medians where it was not raced."""
+        if self.ratio is not None or self.time_us is None or not time_us:
+            return self.ratio
+        return self.time_us / time_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +129,30 @@ class Report:
     @property
     def op_by_op_us(self) -> float | None:
         """Median time of the program's own kernels, one per operator."""
-        return next((b.time_us for b in self.baselines if b.name == "op_by_op"), None)
+        own = self._own()
+        return own.time_us if own is not None else None
+
+    def _own(self) -> BaselineRow | None:
+        return next((b for b in self.baselines if b.name == "op_by_op"), None)
 
     def sentence(self) -> str:
         """The result in one sentence, naming what it is compared with."""
-        best, own = self.chosen, self.op_by_op_us
+        best, own = self.chosen, self._own()
         if best.index == 0:
             return (
                 "Nothing that was found, judged right and measured beats the program's own "
                 "kernels: the program is the answer."
             )
         kernels = "1 kernel" if best.kernels == 1 else f"{best.kernels} kernels"
-        if best.time_us is None or own is None:
+        if best.target:
+            kernels += f" in {best.target}"
+        times = own.over(best.time_us) if own is not None else None
+        if times is None or own is None:
             return f"Chosen: {kernels}, {best.verdict}; not measured in this run."
         return (
             f"Chosen: {kernels}, {best.verdict}, {show_us(best.time_us)}: "
-            f"{own / best.time_us:.2f} times as fast as its own {self.candidates[0].kernels} "
-            f"kernels ({show_us(own)})."
+            f"{show_ratio(times, own.ratio_spread)} times as fast as its own "
+            f"{self.candidates[0].kernels} kernels ({show_us(own.time_us)})."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -147,6 +169,7 @@ class Report:
                 "time_us": best.time_us,
                 "verdict": best.verdict,
                 "bound": best.bound,
+                "target": best.target,
             },
             "baselines": {b.name: b.time_us for b in self.baselines},
             "candidates": [asdict(c) for c in self.candidates],
@@ -166,6 +189,9 @@ class Report:
             "stages": dict(self.stages),
             "failures": dict(self.failures),
             "spread_us": {b.name: b.spread_us for b in self.baselines},
+            "ratios": {
+                b.name: [b.ratio, b.ratio_spread] for b in self.baselines if b.ratio is not None
+            },
             "unavailable": {b.name: b.reason for b in self.baselines if b.time_us is None},
             "environment": dict(self.environment),
         }
@@ -185,7 +211,11 @@ class Report:
             candidates=tuple(CandidateRow(**c) for c in data["candidates"]),
             baselines=tuple(
                 BaselineRow(
-                    name, us, data["spread_us"].get(name), data["unavailable"].get(name, "")
+                    name,
+                    us,
+                    data["spread_us"].get(name),
+                    data["unavailable"].get(name, ""),
+                    *data.get("ratios", {}).get(name, ()),
                 )
                 for name, us in data["baselines"].items()
             ),
@@ -220,6 +250,11 @@ def show_us(us: float | None) -> str:
     return f"{us * 1e3:.0f} ns"
 
 
+def show_ratio(times: float, spread: float | None) -> str:
+    """How many times as fast, with the interquartile range over rounds where it is known."""
+    return f"{times:.2f}" if spread is None else f"{times:.2f} ± {spread:.2f}"
+
+
 def _digits(value: float) -> str:
     """Three digits, never an exponent."""
     return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
@@ -249,6 +284,12 @@ def render_html(report: Report, svg: str, text: str) -> str:
     )
     environment.filters["us"] = show_us
     environment.filters["size"] = show_bytes
+
+    def ratio(row: BaselineRow) -> str:
+        times = row.over(report.chosen.time_us)
+        return "" if times is None else show_ratio(times, row.ratio_spread)
+
+    environment.filters["ratio"] = ratio
     longest = max((b.time_us or 0.0 for b in report.baselines), default=0.0)
     longest = max(longest, report.chosen.time_us or 0.0)
     data = html.escape(json.dumps(report.to_json(), indent=1), quote=False)

@@ -66,7 +66,9 @@ def restricted(backend: Backend, options: Sequence[Any], without: Sequence[str])
                 f"{', '.join(backend.ablations)}"
             )
         changes |= backend.ablations[name]
-    return list(dict.fromkeys(replace(o, **changes) for o in options)) if changes else list(options)
+    # Options of a target that does not take such a decision would hide what it brings.
+    known = [o for o in options if all(hasattr(o, field) for field in changes)]
+    return list(dict.fromkeys(replace(o, **changes) if changes else o for o in known))
 
 
 def make_request(

@@ -20,7 +20,7 @@ from obelisk.build import compile_c
 from obelisk.machine import Machine, find
 from obelisk.mega import emit_cpu, target_of
 from obelisk.plan import CacheLayout, EdgeName, Plan, host_identity
-from obelisk.runtime import Checkpoint, Session, file_digests
+from obelisk.runtime import Checkpoint, CpuSession, file_digests
 from obelisk.runtime.gptq import read_gptq
 from obelisk.runtime.packing import pack, stored
 from obelisk.schedule import Choice, SearchAccount, search_schedules
@@ -114,7 +114,7 @@ def make_plan(
     )  # fmt: skip
 
 
-def time_step(session: Session, steps: int = PROFILE_STEPS) -> float:
+def time_step(session: CpuSession, steps: int = PROFILE_STEPS) -> float:
     """Seconds of one step, all slots in use at the middle of the context: the median of short
     launches.
     """
@@ -171,7 +171,7 @@ def synthesise(
         if key not in arenas:
             arenas.clear()  # one copy of the weights at a time
             arenas[key] = pack(plan.layout, checkpoint.tensor, checkpoint.grouped)
-        seconds = time_step(Session(plan, arenas[key]))
+        seconds = time_step(CpuSession(plan, arenas[key]))
         rows.append(Profiled(rank, describe(choice), choice.timeline.seconds, seconds))
         plans.append(plan)
         if best is None or seconds < rows[best].seconds:
@@ -183,7 +183,7 @@ def synthesise(
         arenas = {str(layout): pack(layout, checkpoint.tensor, checkpoint.grouped)}
     listener.update("judge", {"schedule": best})
     means = stored(layout, checkpoint.tensor, checkpoint.grouped)
-    tolerance = judge(Session(plans[best], arenas[str(layout)]), chosen, means)
+    tolerance = judge(CpuSession(plans[best], arenas[str(layout)]), chosen, means)
     measured = {
         "step_seconds": rows[best].seconds,
         "position": length // 2,
@@ -197,7 +197,7 @@ def synthesise(
     )  # fmt: skip
 
 
-def judge(session: Session, choice: Choice, source: Source) -> float | None:
+def judge(session: CpuSession, choice: Choice, source: Source) -> float | None:
     """The largest error of a few steps' logits, relative to the largest logit.
 
     The reference is the same schedule in the virtual machine, each task by its float64 meaning, on

@@ -16,7 +16,7 @@ from math import exp, log
 
 import numpy as np
 
-from obelisk.tune.stats import median, slower_p
+from obelisk.tune.stats import median, quartile_range, slower_p
 
 SIGNIFICANT = 0.01  # one-sided sign test
 TIE = 0.01  # medians closer than this are equal for every practical purpose
@@ -67,6 +67,7 @@ def race(
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.monotonic,
     watch: Callable[[int, Sequence[Runner]], None] = lambda n, alive: None,
+    hopeless: float = HOPELESS,
 ) -> str:
     """Run rounds until the order is clear, `rounds` are done, or `clock()` passes `deadline`; says
     which.
@@ -74,12 +75,13 @@ def race(
     `turn` returns samples and the number of calls, or None when the runner fell (it then leaves).
     Successive halving: after FIRST rounds and whenever that many have doubled, runners that are
     significantly slower than the leader leave, and of the rest the slower half unless tied with it.
+    Candidates `hopeless` times slower than the best in the probe do not begin.
     """
     rng = np.random.default_rng(seed)
     best = min((r.estimate for r in runners if r.candidate), default=0.0)
     for r in runners:
-        if not r.pinned and r.estimate > HOPELESS * best:
-            r.out = f"over {HOPELESS:g} times slower than the best in the probe"
+        if not r.pinned and r.estimate > hopeless * best:
+            r.out = f"over {hopeless:g} times slower than the best in the probe"
     done, check = 0, FIRST
     while done < rounds:
         alive = [r for r in runners if not r.out]
@@ -112,6 +114,12 @@ def ratio(a: Runner, b: Runner) -> float:
     """
     pairs = list(zip(a.values, b.values, strict=False))
     return median(x / y for x, y in pairs) if pairs else a.estimate / b.estimate
+
+
+def ratio_spread(a: Runner, b: Runner) -> float | None:
+    """Interquartile range of that ratio over rounds; None without common rounds."""
+    pairs = list(zip(a.values, b.values, strict=False))
+    return quartile_range([x / y for x, y in pairs]) if pairs else None
 
 
 def leader(runners: Sequence[Runner]) -> Runner | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import psutil
 
 from obelisk.machine.host import host
+from obelisk.tune.race import HOPELESS
 
 _STREAMED_SHARE = 0.25  # of the last-level cache: inputs larger than this come from memory in use
 _SPAN = 4  # consecutive calls read inputs of this many last-level caches before any comes again
@@ -31,6 +32,7 @@ class Rig:
         settle_library, settle_python: seconds of rest before a turn, after a library's and after a
             baseline's (OpenBLAS threads spin for about 27 ms after work).
         batch: seconds that a sample lasts at least: 10^4 times its clock's step.
+        hopeless: candidates that the probe finds so many times slower than the best do not race.
     """
 
     worker: str
@@ -38,6 +40,7 @@ class Rig:
     settle_library: float = 0.002
     settle_python: float = 0.03
     batch: float = 1e-3
+    hopeless: float = HOPELESS
 
     @property
     def on_device(self) -> bool:
@@ -64,4 +67,4 @@ CPU = Rig("obelisk.tune.worker")
 
 def cuda_rig(ordinal: int = 0) -> Rig:
     """The rig of a CUDA device: events time replays of one graph, so that nothing need settle."""
-    return Rig("obelisk.tune.gpu_worker", ordinal, 0.0, 0.0, 2e-4)
+    return Rig("obelisk.tune.gpu_worker", ordinal, 0.0, 0.0, 2e-4, hopeless=1.5)

@@ -8,7 +8,8 @@ is ever timed against the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +22,7 @@ from obelisk.ir.graph import Graph
 from obelisk.tune.bench import Answers, Bench
 from obelisk.tune.inputs import input_specs, output_specs
 from obelisk.tune.judge import Judgement
-from obelisk.tune.race import HINT, Runner, leader, race, ratio, significantly_slower
+from obelisk.tune.race import HINT, Runner, leader, race, ratio, ratio_spread, significantly_slower
 from obelisk.tune.rigs import CPU, Rig
 from obelisk.tune.stats import interval, quartile_range
 from obelisk.tune.supervisor import Fallen
@@ -32,6 +33,7 @@ _SAMPLES = 3
 _LEAST_LIMIT, _LIMIT_OF_OWN = 2.0, 50.0  # a hang is 50 times the program's own time and 2 s
 _PATIENCE_WITH_OWN = 6
 _COPY_SECONDS = 60.0
+_RECHECKED = 8  # of the fastest, after the race
 
 
 Grow = Callable[[Sequence["float | None"]], list[TuneItem]]
@@ -138,45 +140,69 @@ class _Tuning:
         self.after_python = False
         self.notes: list[str] = []
         self.bandwidth: float | None = None
+        self.took: dict[str, float] = {}  # seconds by what they were spent on
+        self.starts: dict[str, float] = {}  # of them, each contender's own
+
+    @contextmanager
+    def spent(self, what: str) -> Iterator[None]:
+        """Add the time of a block to the account."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.took[what] = self.took.get(what, 0.0) + time.monotonic() - begin
 
     def report(self, budget: float, limit: float) -> TuneReport:
         start = time.monotonic()
         interrupted = False
         try:
             scratch = max((i.scratch_bytes for i in self.items), default=0)
-            with Bench(
-                self.program, self.seed, self.threads, limit, scratch, self.rig, self.answers
-            ) as bench:
+            with self.spent("answers"):
+                bench = Bench(
+                    self.program, self.seed, self.threads, limit, scratch, self.rig, self.answers
+                )
+            with bench:
                 self.scale = bench.inputs.scale
                 if self.scale < 1:
                     self.notes.append(
                         f"inputs have deviation {self.scale:g}: "
                         "at 1 the program overflows in its own dtypes"
                     )
-                bench.child.start()
+                with self.spent("worker"):
+                    bench.child.start()
                 begin = time.monotonic()
-                self._check_all(bench, begin + _CHECK_SHARE * budget)
+                with self.spent("checks"):
+                    self._check_all(bench, begin + _CHECK_SHARE * budget)
                 if self.grow is not None:
-                    self._extend(bench, begin + budget)
-                raced = time.monotonic()
-                self._race(bench, budget - (raced - begin))
-                if self.rig.on_device:
-                    took = f"{raced - begin:.1f} s, the race {time.monotonic() - raced:.1f} s"
-                    self.notes.append(f"checks took {took}")
+                    with self.spent("more candidates"):
+                        self._extend(bench, begin + budget)
+                self._race(bench, budget - (time.monotonic() - begin))
+                self._account()
         except KeyboardInterrupt:
             interrupted = True
             self.notes.append("interrupted: this is the best found until then")
         winner, reason = self._choose()
+        first = self.states[winner].runner if winner is not None else None
         n = len(self.items)
         return TuneReport(
             program=self.program.name,
-            items=tuple(self._measured(s) for s in self.states[:n]),
-            contenders=tuple(self._measured(s) for s in self.states[n:]),
+            items=tuple(self._measured(s, first) for s in self.states[:n]),
+            contenders=tuple(self._measured(s, first) for s in self.states[n:]),
             winner=winner, reason=reason, cache_state=self.cache_state, copies=self.copies,
             input_scale=self.scale, threads=self.threads, seed=self.seed,
             seconds=time.monotonic() - start, interrupted=interrupted,
             bandwidth=self.bandwidth, notes=tuple(self.notes),
         )  # fmt: skip
+
+    def _account(self) -> None:
+        """Say where the time of a device's tuning went: it is short, and starts are long."""
+        if not self.rig.on_device:
+            return
+        spent = [f"{what} {seconds:.1f} s" for what, seconds in self.took.items()]
+        self.notes.append(f"tuning: {', '.join(spent)}")
+        if self.starts:
+            each = [f"{name} {seconds:.1f} s" for name, seconds in self.starts.items()]
+            self.notes.append(f"others were ready after: {', '.join(each)}")
 
     # --- checks ---
 
@@ -300,16 +326,20 @@ class _Tuning:
         """Race everyone who is right, in one fresh worker that no bad candidate has touched."""
         self._prepare_race(bench)
         n = len(self.items)
-        for key in range(n, len(self.states)):
-            self._admit(bench, key)
+        with self.spent("start of others"):
+            for key in range(n, len(self.states)):
+                begin = time.monotonic()
+                self._admit(bench, key)
+                self.starts[self.states[key].name] = time.monotonic() - begin
         bench.child.start()
         if self.rig.on_device and self.bandwidth is None:
             self._measure_bandwidth(bench)
         deadline = time.monotonic() + budget
-        for key, state in enumerate(self.states):
-            pinned = key == 0 or key >= n  # what others are compared with always gets a time
-            if state.status is Status.OK and (pinned or time.monotonic() < deadline):
-                self._probe(bench, key)
+        with self.spent("probes"):
+            for key, state in enumerate(self.states):
+                pinned = key == 0 or key >= n  # what others are compared with always gets a time
+                if state.status is Status.OK and (pinned or time.monotonic() < deadline):
+                    self._probe(bench, key)
         entered = [s for s in self.states if s.runner is not None and s.status is Status.OK]
 
         def watch(done: int, alive: Sequence[Runner]) -> None:
@@ -320,10 +350,23 @@ class _Tuning:
         runners = [s.runner for s in entered if s.runner is not None]
         if runners:
             turn = partial(self._turn, bench)
-            self.notes.append(f"race: {race(runners, turn, deadline, self.seed, watch=watch)}")
-        for runner in runners:
-            if self.states[runner.key].status is Status.OK:
+            with self.spent("race"):
+                ended = race(
+                    runners, turn, deadline, self.seed, watch=watch, hopeless=self.rig.hopeless
+                )
+            self.notes.append(f"race: {ended}")
+        with self.spent("last checks"):
+            for runner in self._finalists(runners):
                 self._recheck(bench, runner.key)
+
+    def _finalists(self, runners: Sequence[Runner]) -> list[Runner]:
+        """Who is asked once more after the race: who was in it to the end, the fastest of the
+        others, and what they are compared with.
+        """
+        right = [r for r in runners if self.states[r.key].status is Status.OK]
+        fastest = sorted((r for r in right if r.candidate), key=lambda r: r.typical)[:_RECHECKED]
+        keys = {r.key for r in fastest} | {r.key for r in right if r.pinned or not r.out}
+        return [r for r in right if r.key in keys]
 
     def _prepare_race(self, bench: Bench) -> None:
         """Choose the copies of the inputs, and see that no bad candidate has touched the worker.
@@ -486,7 +529,7 @@ class _Tuning:
         seconds = self.states[key].seconds
         return float("inf") if seconds is None else seconds
 
-    def _measured(self, state: _State) -> Measured:
+    def _measured(self, state: _State, winner: Runner | None) -> Measured:
         runner = state.runner
         values = runner.values if runner is not None else []
         detail = state.detail
@@ -500,6 +543,8 @@ class _Tuning:
             rounds=len(values), calls=runner.calls if runner is not None else 0,
             error=state.error, share=state.share, relative=state.relative,
             repeatable=state.repeatable,
+            ratio=ratio(runner, winner) if runner and winner and values and winner.values else None,
+            ratio_spread=ratio_spread(runner, winner) if runner and winner else None,
         )  # fmt: skip
 
 

@@ -125,6 +125,9 @@ class Measured:
         relative: worst relative error of a whole output: the norm of the difference over the norm
             of the reference.
         repeatable: the same inputs gave the same bits twice.
+        ratio, ratio_spread: how many times slower than the winner: the median over rounds of the
+            ratio in each round, and its interquartile range; None without common rounds. The race
+            was decided by it, so it is the number to quote.
     """
 
     name: str
@@ -140,6 +143,8 @@ class Measured:
     share: float | None = None
     relative: float | None = None
     repeatable: bool | None = None
+    ratio: float | None = None
+    ratio_spread: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the attributes as keys and the status as its word."""
@@ -192,13 +197,13 @@ class TuneReport:
     @property
     def speedups(self) -> dict[str, float]:
         """The winner's speed relative to item 0 (the program's own kernels) and to each contender,
-        by its name.
+        by its name: paired by round, or of medians where they shared none.
         """
         if self.winner is None or not (best := self.items[self.winner].seconds):
             return {}
         others = [*self.items[:1], *self.contenders]
         return {
-            m.name: m.seconds / best
+            m.name: m.ratio or m.seconds / best
             for m in others
             if m.status is Status.OK and m.seconds is not None
         }
