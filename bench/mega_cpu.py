@@ -32,7 +32,7 @@ from obelisk.app.synth import Synthesis, synthesise
 from obelisk.base.settings import usable_cores
 from obelisk.build import compile_c
 from obelisk.plan import host_identity
-from obelisk.runtime import Checkpoint, Session
+from obelisk.runtime import Checkpoint, CpuSession
 from obelisk.tasks import ModelConfig, checkpoint_tensors, read_config
 
 SHAPE = {
@@ -110,7 +110,7 @@ def read_seconds(data: Any, threads: int) -> Timer:
     return run
 
 
-def our_seconds(session: Session, position: int) -> Timer:
+def our_seconds(session: CpuSession, position: int) -> Timer:
     """Times one step of a launch of a few, that ends at `position`."""
 
     def run() -> float:
@@ -200,7 +200,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 def race(made: Synthesis, model: ModelConfig, theirs: dict[str, Timer], rounds: int) -> Any:
     """One weight format: rows of all contenders, shares, and the bars."""
-    session, form = Session.load(made.plan), made.plan.workload["weights"]
+    session, form = CpuSession.load(made.plan), made.plan.workload["weights"]
     position = made.plan.context // 2
     contenders = {
         "read": read_seconds(session.arena, made.plan.cores),

@@ -167,6 +167,15 @@ class TwinDevice:
         ctypes.memmove(out.ctypes.data, address, out.nbytes)
         return out
 
+    def tensors(self, parts: Any) -> list[Any]:
+        """Host memory as torch's tensors."""
+        import torch
+
+        return [
+            torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(at)))
+            for at, n in parts
+        ]
+
 
 class TwinKernel:
     """The library behind the interface of `Kernel`."""

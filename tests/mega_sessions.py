@@ -7,7 +7,7 @@ from typing import Any
 from obelisk.app.synth import make_plan
 from obelisk.machine import host
 from obelisk.plan import Plan
-from obelisk.runtime import Session
+from obelisk.runtime import CpuSession
 from obelisk.runtime.packing import pack
 from obelisk.schedule import Choice, Sync, place, resources, simulate
 from obelisk.tasks import StepShape, Tiling, Workload, parse_config
@@ -23,7 +23,7 @@ def plan_of(c: dict[str, Any], work: Workload, sync: Sync = Sync.COUNTER, **tili
 def session_of(
     c: dict[str, Any], tensors: dict[str, Any], work: Workload, sync: Sync = Sync.COUNTER,
     **tiling: Any,
-) -> Session:  # fmt: skip
+) -> CpuSession:  # fmt: skip
     """A session of that plan with these weights."""
     plan = plan_of(c, work, sync, **tiling)
-    return Session(plan, pack(plan.layout, tensors.__getitem__))
+    return CpuSession(plan, pack(plan.layout, tensors.__getitem__))

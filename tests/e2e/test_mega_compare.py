@@ -16,7 +16,7 @@ from obelisk.base.errors import CallError, UserError
 from obelisk.build import compile_c
 from obelisk.machine import host
 from obelisk.plan import Plan, write_plan
-from obelisk.runtime import Session
+from obelisk.runtime import CpuSession
 from obelisk.runtime.packing import pack
 from obelisk.schedule import Choice, Sync, place, resources, simulate
 from obelisk.tasks import StepShape, TaskKind, Tiling, WeightFormat, Workload, parse_config
@@ -37,9 +37,9 @@ def plan_of(form: WeightFormat = WeightFormat.FP32, batch: int = 1, **tiling: An
     return make_plan(Choice(schedule, simulate(schedule, machine), resources(shape, machine)))
 
 
-def session_of(plan: Plan) -> Session:
+def session_of(plan: Plan) -> CpuSession:
     """The plan with the test's weights."""
-    return Session(plan, pack(plan.layout, TENSORS.__getitem__))
+    return CpuSession(plan, pack(plan.layout, TENSORS.__getitem__))
 
 
 @pytest.mark.parametrize("form", list(WeightFormat))

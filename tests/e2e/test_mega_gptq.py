@@ -18,7 +18,7 @@ from obelisk.app.synth import synthesise
 from obelisk.base.errors import ObeliskError, UnknownName, UserError
 from obelisk.engine import Engine
 from obelisk.plan import read_plan, write_plan
-from obelisk.runtime import Checkpoint, Session
+from obelisk.runtime import Checkpoint, CpuSession
 from obelisk.runtime.packing import quantise_groups
 
 # Rows of 192: a whole group of 128 and a half one; of 96, within one group, and of 264.
@@ -60,7 +60,7 @@ def test_a_checkpoint_in_groups_is_repacked_as_it_is(
     agree(engine, means)
     three = synthesise(tmp_path / "m", batch=3, **options)
     alone = engine.generate([PROMPT], 20)[0]
-    assert Engine(Session.load(three.plan)).generate([[7], PROMPT, [8, 9]], 20)[1] == alone
+    assert Engine(CpuSession.load(three.plan)).generate([[7], PROMPT, [8, 9]], 20)[1] == alone
 
 
 def test_any_other_format_takes_what_the_groups_mean(tmp_path: Path, compiler: str) -> None:
@@ -70,7 +70,7 @@ def test_any_other_format_takes_what_the_groups_mean(tmp_path: Path, compiler: s
     for name, w in means.items():
         assert np.allclose(found.tensor(name), w, rtol=1e-6, atol=0), name
     made = synthesise(tmp_path / "m", context=64, cores=1, profile=1)
-    agree(Engine(Session.load(made.plan)), means)
+    agree(Engine(CpuSession.load(made.plan)), means)
 
 
 @pytest.mark.parametrize(("name", "group"), [("w4a16", 128), ("w4a16:64", 64)])
@@ -91,7 +91,7 @@ def test_a_dense_checkpoint_is_rounded_in_groups(
             assert (np.abs(means[key] - w) <= 0.505 * step).all()
         else:
             means[key] = w.astype(np.float16).astype(np.float32) if w.ndim == 2 else w
-    agree(Engine(Session.load(made.plan)), means)
+    agree(Engine(CpuSession.load(made.plan)), means)
 
 
 @pytest.mark.parametrize(

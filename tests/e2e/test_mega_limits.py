@@ -17,7 +17,7 @@ from obelisk.base.errors import CallError, KernelFault, UserError
 from obelisk.engine import Engine, Sampling
 from obelisk.machine import host
 from obelisk.plan import Plan, read_plan, write_plan
-from obelisk.runtime import Session, trace_events
+from obelisk.runtime import CpuSession, trace_events
 from obelisk.runtime.packing import pack, stored
 from obelisk.schedule import (
     Choice,
@@ -56,10 +56,10 @@ def plan_of(
     return make_plan(Choice(schedule, simulate(schedule, machine), resources(shape, machine)))
 
 
-def session_of(plan: Plan, tensors: Any = None, **options: Any) -> Session:
+def session_of(plan: Plan, tensors: Any = None, **options: Any) -> CpuSession:
     """The plan with the test's weights."""
     source = TENSORS if tensors is None else tensors
-    return Session(plan, pack(plan.layout, source.__getitem__), **options)
+    return CpuSession(plan, pack(plan.layout, source.__getitem__), **options)
 
 
 @pytest.fixture(scope="module")
@@ -340,10 +340,10 @@ def test_a_plan_refuses_another_machine_model_and_weights(tmp_path: Path, compil
     ):
         foreign = dataclasses.replace(plan, host=dataclasses.replace(plan.host, **change))
         with pytest.raises(UserError, match=words):
-            Session.load(foreign, tmp_path / "moved")
+            CpuSession.load(foreign, tmp_path / "moved")
     crowded = dataclasses.replace(plan, cores=4096)
     with pytest.raises(UserError, match="needs 4096 cores"):
-        Session.load(crowded, tmp_path / "moved")
+        CpuSession.load(crowded, tmp_path / "moved")
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_the_tie_flag_decides(tied: bool, present: bool, tmp_path: Path, compile
             synthesise(tmp_path, context=32, cores=1, profile=1)
         return
     made = synthesise(tmp_path, context=32, cores=1, profile=1)
-    got = Engine(Session.load(made.plan)).generate([[7, 8]], 12)[0]
+    got = Engine(CpuSession.load(made.plan)).generate([[7, 8]], 12)[0]
     want, gaps = Reference(c, tensors).generate([7, 8], 12)
     tie = next((i for i, g in enumerate(gaps) if g < 1e-3), 12)
     assert list(got.tokens)[:tie] == want[:tie]

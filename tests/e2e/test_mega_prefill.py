@@ -12,7 +12,7 @@ from obelisk.app.synth import make_plan
 from obelisk.base.errors import CallError, KernelFault
 from obelisk.engine import Engine
 from obelisk.machine import host
-from obelisk.runtime import Session
+from obelisk.runtime import CpuSession
 from obelisk.runtime.packing import pack, stored
 from obelisk.runtime.prefill import Prefill, Segment, blocks
 from obelisk.runtime.unpacking import matrix, rows_of
@@ -32,14 +32,14 @@ FAMILIES = {
 
 def session_of(
     name: str, batch: int = 1, form: WeightFormat = WeightFormat.FP32, panel: int = 8
-) -> Session:
+) -> CpuSession:
     """A session of a small model, without a search."""
     c = FAMILIES[name]
     work = Workload(batch, CONTEXT, form, 32)
     shape = StepShape(parse_config(c), work, Tiling(cores=2, panel=panel), host().lanes)
     schedule, machine = place(shape, Sync.COUNTER), host()
     plan = make_plan(Choice(schedule, simulate(schedule, machine), resources(shape, machine)))
-    return Session(plan, pack(plan.layout, random_tensors(c, 3).__getitem__))
+    return CpuSession(plan, pack(plan.layout, random_tensors(c, 3).__getitem__))
 
 
 def prompts_of(lengths: list[int], vocab: int = 131) -> list[list[int]]:
@@ -48,7 +48,7 @@ def prompts_of(lengths: list[int], vocab: int = 131) -> list[list[int]]:
     return [[int(t) for t in rng.integers(0, vocab, n)] for n in lengths]
 
 
-def through_the_kernel(session: Session, feeds: list[list[int]]) -> tuple[Any, Any]:
+def through_the_kernel(session: CpuSession, feeds: list[list[int]]) -> tuple[Any, Any]:
     """Keys and values after the kernel ran the tokens."""
     session.reset()
     session.keys[:], session.values[:] = 0, 0

@@ -20,7 +20,7 @@ from obelisk.app.compare import compare, first_beyond, schedule_of
 from obelisk.base.errors import CallError, Infeasible
 from obelisk.engine import Engine
 from obelisk.machine import Machine, host
-from obelisk.runtime import Session
+from obelisk.runtime import CpuSession
 from obelisk.runtime.packing import pack
 from obelisk.schedule import Sync, resources, search_schedules
 from obelisk.schedule.vm import VirtualMachine
@@ -141,7 +141,7 @@ def test_the_largest_logit_wherever_it_is(vocab: int, compiler: str) -> None:
 
 def session_of_plan(plan: Any, tensors: dict[str, Any]) -> Any:
     """The plan with these weights."""
-    return Session(plan, pack(plan.layout, tensors.__getitem__))
+    return CpuSession(plan, pack(plan.layout, tensors.__getitem__))
 
 
 def test_more_cores_than_there_are_is_refused() -> None:

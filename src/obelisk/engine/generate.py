@@ -17,7 +17,7 @@ from obelisk.base.errors import CallError
 from obelisk.runtime import Sampling, Session, load_session
 
 CHUNK = 32  # steps of one launch
-PREFILL_FROM = 16  # tokens of a prompt that are run outside the kernel; it has shorter ones itself
+AS_THE_SESSION_SAYS = 0
 _ALL_STOPS = 8
 GREEDY = Sampling()
 
@@ -50,12 +50,13 @@ class Timing:
 class Engine:
     """A plan that generates. Every call starts afresh: nothing is left from earlier prompts.
 
-    `prefill_from` is the length at which a prompt is run outside the kernel (None: never; never
-    either while the session debugs, so that the kernel names what is not finite).
+    `prefill_from` is the length at which a prompt is run outside the kernel (0: what the session
+    finds best; None: never; never either while the session debugs, so that the kernel names what is
+    not finite).
     """
 
-    def __init__(self, session: Session, prefill_from: int | None = PREFILL_FROM) -> None:
-        if prefill_from is not None and prefill_from < 2:
+    def __init__(self, session: Session, prefill_from: int | None = AS_THE_SESSION_SAYS) -> None:
+        if prefill_from is not None and prefill_from < 2 and prefill_from != AS_THE_SESSION_SAYS:
             raise CallError(f"prefill_from is {prefill_from}, expected 2 or more, or None")
         self.session, self.prefill_from = session, prefill_from
         self.timing = Timing()
@@ -83,7 +84,9 @@ class Engine:
     def _prefill(self, pending: list[list[int]], limits: Sequence[int]) -> int:
         """Run long prompts outside the kernel, but for their last tokens; gives how many tokens."""
         least = self.prefill_from
-        if least is None or self.session.debug or not self.session.prefills:
+        if least == AS_THE_SESSION_SAYS:
+            least = self.session.prefill_from
+        if least is None or self.session.debug:
             return 0
         feeds = [
             p[:-1] if len(p) >= least and limit else []

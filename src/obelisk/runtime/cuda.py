@@ -1,13 +1,16 @@
 """A loaded CUDA plan: weights and cache on the device, and launches of whole steps.
 
-`CudaSession` has the interface of `Session`; a launch uploads the prompts, runs the one kernel once
-for all steps, and reads the new tokens back. Another device, another model and other weights are
-refused by name. It contains no compiler and imports none.
+A launch uploads the prompts, runs the one kernel once for all steps, and reads the new tokens back.
+Long prompts go through torch, where it is there (`prefill_torch`). Another device, another model
+and other weights are refused by name.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +21,17 @@ import numpy as np
 from obelisk.base.errors import KernelFault, UserError
 from obelisk.plan import HostIdentity, Plan, read_plan
 from obelisk.plan.layout import align
-from obelisk.runtime.cuda_driver import GPU, Device, Kernel
+from obelisk.runtime.cuda_driver import Device, Kernel
+from obelisk.runtime.prefill import Segment
 from obelisk.runtime.session import REASONS, Sampling, Session, SlotRun, packed_weights
 from obelisk.runtime.timeline import spans_of
 
 Array = Any
 SLOTS = 8
 SPIN_SECONDS = 5.0
+PREFILL_FROM = 16  # tokens: from there on, unpacking the weights once costs less than steps
+IMPORT_SECONDS = 4.0  # of torch, where nothing has imported it yet
+STEP_SECONDS = 1e-3  # of a plan that was not measured
 TAG_END = 1 << 31  # what blocks exchange is cleared before its numbers could repeat
 _FAULT = 8  # 32-bit fields of a fault
 _POINTERS = (
@@ -105,6 +112,11 @@ def gpu_refusal(
     return None
 
 
+def has_torch() -> bool:
+    """Whether torch is installed; it is not imported."""
+    return importlib.util.find_spec("torch") is not None
+
+
 def _device_of(plan: Plan) -> Device:
     """This machine's device; raises `UserError` where the plan was made for another."""
     device = Device()
@@ -123,17 +135,18 @@ class CudaSession(Session):
         withhold: a fault for tests: one more than the block that withholds its values; 0 is none.
     """
 
-    prefills = False  # the kernel runs prompts
-
     def __init__(self, plan: Plan, arena: Array | int, spin_seconds: float = SPIN_SECONDS) -> None:
         """Take a plan and its packed weights: an array, or the address of device memory."""
         if plan.target != "cuda":
             raise UserError(f"a plan for {plan.target} is no CUDA plan")
         device = self.device = _device_of(plan)
-        self.plan, self.spin_seconds = plan, spin_seconds
+        super().__init__(plan, spin_seconds)
         how: Mapping[str, Any] = plan.schedule["launch"]
         self.how = how
         self._owned: list[int] = []
+        self.kernel = Kernel(
+            device, plan.binary, how["entry"], how["blocks"], how["threads"], how["shared"]
+        )
         if isinstance(arena, int):
             self.weights = arena
         else:
@@ -141,9 +154,6 @@ class CudaSession(Session):
                 raise UserError(f"weights take {arena.nbytes} bytes, not {plan.layout.total_bytes}")
             self.weights = self._new(plan.layout.total_bytes)
             device.upload(self.weights, arena)
-        self.kernel = Kernel(
-            device, plan.binary, how["entry"], how["blocks"], how["threads"], how["shared"]
-        )
         half = plan.cache.nbytes // 2
         self.key_memory, self.value_memory = self._new(half), self._new(half)
         self.exchanged = self._new(how["exchanged"])
@@ -154,12 +164,11 @@ class CudaSession(Session):
         for address, table in zip(self.tables, (np.cos(angle), np.sin(angle)), strict=True):
             device.upload(address, table.astype(np.float32))
         self.small = self._new(4096)
-        self.position = np.zeros(plan.batch, np.int32)
-        self.tag = self.uses = 0
-        self.debug = self.keep_logits = False
-        self.trace_room = self.withhold = self.steps_done = 0
+        self.tag = self.uses = self.withhold = 0
+        self.keep_logits = False
         self.kernel_seconds = 0.0
-        self.spans = []
+        self._prompts: Any = None  # a `TorchPrefill`, once it was needed
+        self._alone = not has_torch()
 
     def _new(self, nbytes: int) -> int:
         address = self.device.allocate(nbytes)
@@ -172,7 +181,7 @@ class CudaSession(Session):
         self.tag = self.uses = 0
 
     def close(self) -> None:
-        """Give all device memory back; the session must not be used any more."""
+        self._prompts = None
         for address in self._owned:
             self.device.free(address)
         self._owned = []
@@ -198,28 +207,75 @@ class CudaSession(Session):
         pairs = self.device.download(at, (b, rows, 2), np.uint32)
         return np.ascontiguousarray(pairs[:, :vocab, 0]).view(np.float32)
 
-    def prefill(self, feeds: Sequence[Sequence[int]]) -> None:
-        """Run the tokens of `feeds` through slots 0, 1, ... without choosing tokens: the same
-        kernel without its head. Raises `CallError` when a limit would be exceeded.
-        """
-        self.check(feeds, [1] * len(feeds))
-        work = [_Slot(tuple(f), len(f) + 1, len(f), 0, Sampling()) if f else IDLE for f in feeds]
-        self._run(work, (), max([0, *map(len, feeds)]))
+    @property
+    def prefill_from(self) -> int | None:
+        """As `Session.prefill_from`: more tokens where torch would have to be imported for them."""
+        if self._alone:
+            return None
+        if "torch" in sys.modules:
+            return PREFILL_FROM
+        step = float(self.plan.measured.get("step_seconds", STEP_SECONDS))
+        return max(PREFILL_FROM, int(IMPORT_SECONDS / step))
 
-    def launch(
+    def _prefill(self, feeds: Sequence[Sequence[int]]) -> None:
+        """Long prompts by torch, short ones by the kernel without its head."""
+        least, longest = self.prefill_from, max(map(len, feeds))
+        # one more: the last token of a prompt is left to the kernel
+        if least is not None and longest + 1 >= least and self._by_torch(feeds):
+            return
+        work = [_Slot(tuple(f), len(f) + 1, len(f), 0, Sampling()) if f else IDLE for f in feeds]
+        self._run(work, (), longest)
+
+    def _by_torch(self, feeds: Sequence[Sequence[int]]) -> bool:
+        """Run prompts outside the kernel; False where that cannot be, from then on."""
+        from obelisk.runtime.prefill_torch import OutOfMemory, TorchPrefill
+
+        if self._prompts is None:
+            where = self._tensors() if TorchPrefill.serves(self.plan) else None
+            if where is None:
+                self._alone = True
+                return False
+            self._prompts = TorchPrefill(self.plan, *where)
+        segments = [Segment(i, int(self.position[i]), tuple(f)) for i, f in enumerate(feeds) if f]
+        try:
+            self._prompts.run(segments)
+        except OutOfMemory:
+            warnings.warn(
+                "the device has no memory left for prompts outside the kernel: they run in it, a "
+                "token a step", RuntimeWarning, stacklevel=4,
+            )  # fmt: skip
+            self._prompts, self._alone = None, True
+            return False
+        for s in segments:
+            self.position[s.slot] += len(s.tokens)
+        return True
+
+    def _tensors(self) -> list[Any] | None:
+        """The arena, keys, values, cosines and sines as torch's tensors; None where torch does not
+        see the device.
+        """
+        half, table = (
+            self.plan.cache.nbytes // 2,
+            4 * self.plan.context * len(self.plan.frequencies),
+        )
+        parts = (
+            (self.weights, self.plan.layout.total_bytes), (self.key_memory, half),
+            (self.value_memory, half), (self.tables[0], table), (self.tables[1], table),
+        )  # fmt: skip
+        return self.device.tensors(parts)
+
+    def _launch(
         self,
         feeds: Sequence[Sequence[int]],
         want: Sequence[int],
-        sampling: Sequence[Sampling] = (),
-        stops: Sequence[int] = (),
-        steps: int | None = None,
+        sampling: Sequence[Sampling],
+        stops: Sequence[int],
+        steps: int | None,
     ) -> list[SlotRun]:
-        """As `Session.launch`. Slots that stop early keep their place in the launch, unheard."""
-        self.check(feeds, want, sampling, stops)
-        chosen = list(sampling) + [Sampling()] * (len(feeds) - len(sampling))
+        """Slots that stop early keep their place in the launch, unheard."""
         work = [
             _Slot(tuple(f), len(f), len(f) + w - 1, w, c) if f else IDLE
-            for f, w, c in zip(feeds, want, chosen, strict=False)
+            for f, w, c in zip(feeds, want, sampling, strict=True)
         ]
         total = max([0, *(s.planned for s in work)])
         return self._run(work, stops, total if steps is None else min(steps, total))
@@ -302,16 +358,3 @@ class CudaSession(Session):
             f"block {block} (consumer) waited {self.spin_seconds:g} s in step {step}, {where}, for "
             f"{self.how['waits'][edge]}: expected mark {expected}, saw {seen}"
         )
-
-
-def load_session(plan: str | Path | Plan, weights_dir: str | Path | None = None) -> Session:
-    """The session that serves a plan's target; raises what its `load` raises."""
-    what = plan if isinstance(plan, Plan) else read_plan(plan)
-    if what.target == "cpu":
-        return Session.load(what, weights_dir)
-    if what.target == "cuda":
-        return CudaSession.load(what, weights_dir)
-    raise UserError(f"this Obelisk runs plans for cpu and cuda, not for {what.target}")
-
-
-__all__ = ["GPU", "CudaSession", "load_session"]

@@ -7,6 +7,7 @@ call is checked. It contains no compiler: a plan's kernel is loaded as it was bu
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,27 @@ class Device:
         if out.nbytes:
             check(self.cu.cuMemcpyDtoH(out.ctypes.data, address, out.nbytes), "copying from device")
         return out
+
+    def tensors(self, parts: Sequence[tuple[int, int]]) -> list[Any] | None:
+        """Device memory, as addresses and bytes, as uint8 tensors of torch that share it; None
+        where torch does not see this device.
+        """
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        return [
+            torch.as_tensor(_Memory(*part), device=f"cuda:{int(self.number)}") for part in parts
+        ]
+
+
+class _Memory:
+    """Memory in the form in which frameworks take each other's."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2,
+        }  # fmt: skip
 
 
 class Kernel:
