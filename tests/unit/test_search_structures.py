@@ -240,6 +240,17 @@ def test_a_safe_program_gets_no_unsafe_exponential() -> None:
                 assert n.op is not Op.EXP or n.inputs[0].op is Op.SUB
 
 
+def test_experts_in_two_kernels_though_the_model_promises_little() -> None:
+    """moe for a GPU: no kernel does all of it, and two save only a launch by the model. They are
+    searched all the same: without them there would be nothing to measure.
+    """
+    graph = load_program("moe", dtype="f16")
+    found = search(graph, find("h200"), budget=Budget(seconds=20), workers=1).candidates
+    two = [c for c in found[1:] if c.cost.launches == 2]
+    assert two
+    assert verify(graph, two[0].graph).accepted
+
+
 def test_mlp_in_at_most_two_launches() -> None:
     """The gated MLP with its down projection."""
     program = small("mlp")

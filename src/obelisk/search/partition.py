@@ -140,6 +140,7 @@ class Partition:
         self._asked = (
             False  # whether some interval was asked for: the first path is always searched
         )
+        self._insisted = False  # whether a path was searched for want of any kernel of our own
         on_gpu = machine.kind is MachineKind.CUDA
         least = machine.launch_seconds + machine.latency
         self._launch = least if on_gpu else LONE_LAUNCH
@@ -300,9 +301,14 @@ class Partition:
         """The intervals of the shortest path that are not searched yet; none when no path is
         expected to be clearly shorter than the best searched one. Where they are few, also those of
         the next paths, as if the former were in vain: a round then keeps several workers busy.
+
+        Where all that is known are the program's own operators, the cheapest path is searched
+        whatever it promises: without one kernel of its own an answer has nothing to measure.
         """
         known = self.shortest(known_only=True) if self._asked else None
         most = known.seconds * (1 - WORTH) if known is not None else inf
+        if known is not None and not self._insisted and not any(p.choices for p in known.intervals):
+            self._insisted, most = True, inf
         self._asked = True
         asked: dict[int, Interval] = {}
         while len(asked) < ROUND:
