@@ -19,18 +19,18 @@ import numpy as np
 
 from obelisk.ir.dtype import DType
 from obelisk.ir.graph import Graph
-from obelisk.ir.interp import evaluate
 from obelisk.ir.node import Node
-from obelisk.ir.numeric import NumpyAlgebra, Precision, bind
+from obelisk.ir.numeric import NumpyAlgebra, Precision
 from obelisk.ir.resize import blocks_of
 from obelisk.verify.instances import Instance, work_of
+from obelisk.verify.rounding import HEADROOM, Rounding, interpret, row_scale
 
 Array = Any
 
 SINGLE_TO_DOUBLE = 2.0**-29  # float64's rounding unit over float32's
+_DRAWS, _DRAWS_AT_FULL_SIZE = 8, 2  # of random rounding, where a difference is seen
 SLACK = 64  # two float64 evaluations in different orders against one float32 error
 ALLOWED = 4  # times the program's own error in the working dtype
-HEADROOM = 1 / 64  # of the largest number: above it the program itself is near its limit
 
 
 class Effort(enum.Enum):
@@ -132,16 +132,6 @@ def draw_inputs(
     return out
 
 
-def interpret(graph: Graph, arrays: Sequence[Array], algebra: NumpyAlgebra) -> list[Array]:
-    """Outputs as float64 (or integer) arrays of the outputs' shapes."""
-    values = evaluate(graph.outputs, bind(graph, arrays, algebra), algebra)
-    out = []
-    for value, node in zip(values, graph.outputs, strict=True):
-        full = np.broadcast_to(value, node.shape)
-        out.append(full.astype(np.float64) if node.dtype.is_float else full.astype(np.int64))
-    return out
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """What the float judge saw: which check failed, where, and both values."""
@@ -182,6 +172,7 @@ class _Reference:
     single: list[Array]
     working: list[Array]
     nearness: float
+    rounding: Rounding
 
 
 class FloatJudge:
@@ -234,13 +225,15 @@ class FloatJudge:
             # The largest of these scales at which the program itself is finite in its own dtypes.
             for scale in (1.0, 0.25, 1 / 16):
                 self._full_scale = scale
-                self._full = self._reference(self.program, "normal", scale)
+                self._full = self._reference(self.program, "normal", scale, _DRAWS_AT_FULL_SIZE)
                 if all(np.isfinite(w).all() for w in self._full.working):
                     break
         assert self._full is not None
         return self._compare(instance, self._full, "normal", self._full_scale, meaning, working)
 
-    def _reference(self, program: Graph, name: str, scale: float) -> _Reference:
+    def _reference(
+        self, program: Graph, name: str, scale: float, draws: int = _DRAWS
+    ) -> _Reference:
         arrays = draw_inputs(program.inputs, name, self.seed, scale)
         exact = interpret(program, arrays, NumpyAlgebra(Precision.EXACT))
         single = interpret(program, arrays, _Single())
@@ -251,6 +244,7 @@ class FloatJudge:
             single,
             interpret(program, arrays, own),
             own.nearness,
+            Rounding(program, arrays, exact, self.seed, draws),
         )
 
     def _largest_scale(self, program: Graph) -> float | None:
@@ -291,21 +285,24 @@ class FloatJudge:
         own = interpret(graph, arrays, NumpyAlgebra(Precision.WORKING)) if working else []
         where = (name, scale, instance.sizes, self.seed)
         for k, node in enumerate(graph.outputs):
-            want = reference.exact[k]
             if meaning:
-                found = _meaning(want, exact[k], reference.single[k])
+                got = exact[k]
+                found = _meaning(reference, k, got, careful=False)
+                found = found and _meaning(reference, k, got, careful=True)
                 if found is not None:
-                    return _difference(found, k, want, exact[k], where)
+                    return _difference(found, k, reference.exact[k], got, where)
             if not working:
                 continue
-            mine = reference.working[k]
+            got, mine = own[k], reference.working[k]
             if reference.nearness < HEADROOM:
-                found = _range(mine, own[k])
+                found = _range(reference, k, got)
                 if found is not None:
-                    return _difference(found, k, mine, own[k], where)
-            found = _accuracy(want, mine, own[k], _unit(node.dtype))
+                    return _difference(found, k, mine, got, where)
+            unit = _unit(node.dtype)
+            found = _accuracy(reference, k, got, unit, careful=False)
+            found = found and _accuracy(reference, k, got, unit, careful=True)
             if found is not None:
-                return _difference(found, k, want, own[k], where)
+                return _difference(found, k, reference.exact[k], got, where)
         return None
 
 
@@ -339,29 +336,25 @@ def _worst(excess: Array) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(int(np.argmax(excess)), excess.shape))
 
 
-def _row_scale(x: Array) -> Array:
-    """Largest finite magnitude of each row along the last axis, and a millionth of the largest of
-    all.
+def _meaning(reference: _Reference, k: int, got: Array, careful: bool) -> Found:
+    """Where float64 values differ by more than rounding can explain. `careful` counts what random
+    rounding does to the program, too, which takes several runs of it.
     """
-    size = np.abs(np.where(np.isfinite(x), x, 0))
-    if not x.ndim:
-        return size
-    return np.maximum(size.max(axis=-1, keepdims=True), 1e-6 * size.max())
-
-
-def _meaning(want: Array, got: Array, single: Array) -> Found:
-    """Where float64 values differ by more than rounding can explain."""
+    want, single, rounding = reference.exact[k], reference.single[k], reference.rounding
     if want.dtype.kind != "f":
         bad = want != got
         return ("meaning", _worst(bad), 0.0) if bad.any() else None
     finite = np.isfinite(want)
     lost = finite & ~np.isfinite(got)
+    if careful and lost.any():
+        lost = lost & rounding.stays_finite(Precision.EXACT, k)
     if lost.any():
         return "meaning", _worst(lost), 0.0
+    finite = finite & np.isfinite(got)
     if not finite.any():
         return None
     with np.errstate(all="ignore"):
-        scale = _row_scale(want)
+        scale = row_scale(want)
         relative = np.where(
             finite & np.isfinite(single) & (scale > 0), np.abs(single - want) / scale, 0
         )
@@ -372,6 +365,8 @@ def _meaning(want: Array, got: Array, single: Array) -> Found:
         allowed = SLACK * SINGLE_TO_DOUBLE * conditioning * scale
         # An output that is nothing but zeros gives no scale: noise of float64 at the size of 1.
         allowed = np.where(scale > 0, allowed, 2.0**-46)
+        if careful:
+            allowed = np.maximum(allowed, SLACK * rounding.spread(Precision.EXACT, k))
         excess = np.where(finite, np.abs(got - want) - allowed, -1)
     if not (excess > 0).any():
         return None
@@ -379,16 +374,24 @@ def _meaning(want: Array, got: Array, single: Array) -> Found:
     return "meaning", at, float(np.broadcast_to(allowed, want.shape)[at])
 
 
-def _range(own: Array, other: Array) -> Found:
-    """Where the candidate left the range of its types and the program did not."""
+def _range(reference: _Reference, k: int, other: Array) -> Found:
+    """Where the candidate left the range of its types and the program, which does not depend on the
+    ends of that range, did not.
+    """
+    own = reference.working[k]
     if own.dtype.kind != "f":
         return None
     lost = np.isfinite(own) & ~np.isfinite(other)
+    if lost.any():
+        lost = lost & reference.rounding.stays_finite(Precision.WORKING, k)
     return ("range", _worst(lost), 0.0) if lost.any() else None
 
 
-def _accuracy(want: Array, own: Array, other: Array, unit: float) -> Found:
-    """Where the candidate is more than four times as inaccurate as the program at its worst."""
+def _accuracy(reference: _Reference, k: int, other: Array, unit: float, careful: bool) -> Found:
+    """Where the candidate is more than four times as inaccurate as the program at its worst, or
+    (`careful`) at its worst under random rounding.
+    """
+    want, own = reference.exact[k], reference.working[k]
     if want.dtype.kind != "f":
         return None
     both = np.isfinite(want) & np.isfinite(own) & np.isfinite(other)
@@ -397,6 +400,12 @@ def _accuracy(want: Array, own: Array, other: Array, unit: float) -> Found:
     with np.errstate(all="ignore"):
         scale = float(np.abs(np.where(both, want, 0)).max())
         yardstick = float(np.where(both, np.abs(own - want), 0).max())
-        allowed = ALLOWED * (yardstick + unit * scale)
+        error = np.asarray(yardstick)
+        if careful:
+            error = np.maximum(error, reference.rounding.spread(Precision.WORKING, k))
+        allowed = np.broadcast_to(ALLOWED * (error + unit * scale), want.shape)
         excess = np.where(both, np.abs(other - want) - allowed, -1)
-    return ("accuracy", _worst(excess), allowed) if (excess > 0).any() else None
+    if not (excess > 0).any():
+        return None
+    at = _worst(excess)
+    return "accuracy", at, float(allowed[at])
