@@ -43,6 +43,11 @@ def norm(x: Any, weight: Any, eps: float = 0.0) -> Any:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), eps=eps) * weight.to(x.dtype)
 
 
+def swiglu(gate: Any, up: Any) -> Any:
+    """Liger's product of a gate through silu and another product."""
+    return torch.nn.functional.silu(gate) * up
+
+
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules with the libraries' names and calls."""
@@ -56,7 +61,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     add("quack", rmsnorm=norm)
     for package in ("liger_kernel", "liger_kernel.transformers"):
         add(package)
-    add("liger_kernel.transformers.functional", liger_rms_norm=norm)
+    add("liger_kernel.transformers.functional", liger_rms_norm=norm, liger_swiglu=swiglu)
 
 
 def check(name: str, rival: str) -> None:
@@ -95,7 +100,7 @@ def test_fused_attention_with_keys_laid_out_as_it_wants_them(name: str) -> None:
     ("name", "rival"),
     [
         ("gqa", "flashinfer"), ("mha", "flashinfer"), ("rmsnorm", "liger"), ("qknorm", "liger"),
-        ("rmsnorm", "quack"), ("qknorm", "quack"),
+        ("rmsnorm", "quack"), ("qknorm", "quack"), ("gated_mlp", "liger"),
     ],
 )  # fmt: skip
 def test_kernel_libraries_are_called_by_their_conventions(name: str, rival: str) -> None:

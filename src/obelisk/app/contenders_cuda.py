@@ -32,11 +32,16 @@ SDPA = {
     "sdpa math": "MATH",
 }
 COMPILED_SDPA = {"compiled sdpa flash": "sdpa flash", "compiled sdpa efficient": "sdpa efficient"}
+LIGER = "liger_kernel.transformers.functional"
 LIBRARIES = {"flashinfer": "flashinfer", "liger": "liger_kernel", "quack": "quack"}
 QUICK = (EAGER,)  # what `optimize` compares with; the rest is for `bench`
 RIVALS = (EAGER, COMPILED, TUNED, *SDPA, *COMPILED_SDPA, *LIBRARIES)
 _PLAIN = ("gqa", "mha", "mqa")  # attentions that one call of a library is
-_NORMS = ("rmsnorm", "qknorm")
+SERVED = {  # the programs that a library has a call for
+    "flashinfer": _PLAIN,
+    "liger": ("rmsnorm", "qknorm", "gated_mlp"),
+    "quack": ("rmsnorm", "qknorm"),
+}
 
 
 def contenders(
@@ -61,8 +66,17 @@ def contenders(
             payload = {"program": program.name if program else to_json(graph), "name": name}
             slow = "compile" in name
             limit = COMPILE_LIMIT if slow else max(start_seconds, 20.0)
-            found.append(Contender(name, torch_calls, payload, limit))
+            found.append(Contender(name, torch_calls, payload, limit, _imports(name)))
     return found, absent
+
+
+def _imports(name: str) -> tuple[str, ...]:
+    """What a contender imports that takes seconds."""
+    if name in LIBRARIES:
+        return "torch", LIGER if name == "liger" else LIBRARIES[name]
+    if name in COMPILED_SDPA or name in (COMPILED, TUNED):
+        return "torch", "torch._dynamo", "torch._inductor.compile_fx"
+    return ("torch",)
 
 
 def _not_for(name: str, program: Program | None) -> str:
@@ -78,7 +92,7 @@ def _not_for(name: str, program: Program | None) -> str:
     if name in LIBRARIES:
         if importlib.util.find_spec(LIBRARIES[name]) is None:
             return "not installed"
-        served = _PLAIN if name == "flashinfer" else _NORMS
+        served = SERVED[name]
         if program is None or program.name not in served:
             return "no call for this program"
         return ""
@@ -140,7 +154,9 @@ def prepared(name: str, program: Program | None, tensors: list[Any]) -> list[Any
 
 
 def _library(torch: Any, name: str, program: Program) -> Callable[..., Any]:
-    """The program through a kernel library: its attention, or its norm with torch's product."""
+    """The program through a kernel library: its attention, its norm or its gate, with torch's
+    products.
+    """
     if name == "flashinfer":
         flashinfer = import_module("flashinfer")
 
@@ -158,7 +174,9 @@ def _library(torch: Any, name: str, program: Program) -> Callable[..., Any]:
         return gains[key]
 
     if name == "liger":
-        liger = import_module("liger_kernel.transformers.functional")
+        liger = import_module(LIGER)
+        if program.name == "gated_mlp":
+            return lambda x, w1, w2: liger.liger_swiglu(x @ w1, x @ w2)
 
         def norm(x: Any) -> Any:
             return liger.liger_rms_norm(x, gain(x, x.dtype), 0.0)

@@ -64,8 +64,11 @@ class Bench:
         scratch_bytes: int,
         rig: Rig = CPU,
         answers: Callable[[], Answers] | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
-        """`answers` gives those of the program, made ahead; the bench closes them."""
+        """`answers` gives those of the program, made ahead; the bench closes them. `imports` are
+        modules that a device's worker will need.
+        """
         self.program, self.limit, self.rig = program, limit, rig
         self._specs_in, self._specs_out = input_specs(program), output_specs(program)
         self._answers = Answers(program, seed) if answers is None else answers()
@@ -81,6 +84,7 @@ class Bench:
             "scratch_region": _place(self._scratch),
             "threads": threads,
             "ordinal": rig.ordinal,
+            "imports": list(imports),
         }
         self.child = Supervisor(hello, tuple(r.spec.fd for r in self._regions()), rig.worker)
 

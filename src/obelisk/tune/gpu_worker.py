@@ -9,9 +9,11 @@ name of it as its last words.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -70,6 +72,8 @@ class GpuWorker:
         self.scratch: dict[int, int] = {}
         self.baselines: dict[int, list[Callable[[], Any]]] = {}
         self.replays: dict[int, Callable[[], Any]] = {}
+        names = [str(n) for n in hello.get("imports", ())]
+        threading.Thread(target=import_ahead, args=(names,), daemon=True).start()
 
     # --- memory ---
 
@@ -336,6 +340,13 @@ class GpuWorker:
             raise Refused(
                 f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
+
+
+def import_ahead(names: Sequence[str]) -> None:
+    """Import modules that baselines will need; whoever needs one that fails meets the error."""
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def leave(words: str) -> NoReturn:

@@ -159,8 +159,9 @@ class _Tuning:
             scratch = max((i.scratch_bytes for i in self.items), default=0)
             with self.spent("answers"):
                 bench = Bench(
-                    self.program, self.seed, self.threads, limit, scratch, self.rig, self.answers
-                )
+                    self.program, self.seed, self.threads, limit, scratch, self.rig, self.answers,
+                    list(dict.fromkeys(m for c in self.contenders for m in c.imports)),
+                )  # fmt: skip
             with bench:
                 self.scale = bench.inputs.scale
                 if self.scale < 1:

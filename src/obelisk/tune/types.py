@@ -81,12 +81,15 @@ class Contender:
             outputs (arrays or torch tensors).
         payload: a JSON value for the factory.
         limit_seconds: time limit of preparing it and of its first call (compilers run there).
+        imports: modules that take seconds to import. A device's worker imports them beside the
+            checks of the candidates, which wait for the device.
     """
 
     name: str
     factory: str | Factory
     payload: Any = None
     limit_seconds: float = 120.0
+    imports: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
