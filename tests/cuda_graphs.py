@@ -151,6 +151,19 @@ def low_rank(rows: int, depth: int, rank: int, columns: int, *, parts: int, loop
     return make_graph((x, w, a, r), b.launch(), name="low_rank")
 
 
+def beside(rows: int, depth: int, columns: int, *, parts: int, loop: int) -> Graph:
+    """log(x * x + 1/2) beside x w, whose columns the loop takes in turns: a tile that is an operand
+    and, after the loop, a result's argument.
+    """
+    x = input_node(0, (rows, depth), DType.F16)
+    w = input_node(1, (depth, columns), DType.F16)
+    b = BlockBuilder((parts,), loop)
+    tx, tw = b.load(x, (0,)), b.load(w, (None,), 1)
+    b.store(build.log(build.add(build.square(tx), build.const(0.5))), (0,), dtype=DType.F16)
+    b.store(build.matmul(tx, tw), (0,), 1, dtype=DType.F16)
+    return make_graph((x, w), b.launch(), name="beside")
+
+
 def fused() -> dict[str, Graph]:
     """One of each, with extents that need padding and masks among them."""
     return {
@@ -172,5 +185,7 @@ def fused() -> dict[str, Graph]:
         "gated split": gated(8, 1024, 256, parts=4, loop=4, split=4),
         "low rank": low_rank(16, 256, 16, 512, parts=16),
         "low rank looped": low_rank(16, 256, 16, 512, parts=8, loop=4),
+        "beside": beside(16, 128, 256, parts=1, loop=4),
+        "beside odd": beside(6, 24, 28, parts=2, loop=2),
         "low rank odd": low_rank(3, 100, 12, 88, parts=2),
     }

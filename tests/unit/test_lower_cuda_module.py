@@ -4,6 +4,7 @@ that keep the meaning.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +31,18 @@ def test_fused_graphs_are_one_kernel_in_registers(name: str) -> None:
     module = lower_cuda(FUSED[name], H200)
     assert len(module.launches) == 1, module.notes
     assert all("registers" in k.notes[0] for k in module.kernels), module.notes
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_no_value_is_left_without_a_text_that_makes_it(name: str) -> None:
+    """A loop of no steps would leave fragments as they happen to be."""
+    for options in variants(FUSED[name], H200):
+        try:
+            module = lower_cuda(FUSED[name], H200, options)
+        except Infeasible:
+            continue
+        for kernel in module.kernels:
+            assert not re.search(r"for \(int (\w+) = 0; \1 < 0;", kernel.source), options
 
 
 @pytest.mark.parametrize("name", ["attention split", "gated", "low rank odd"])

@@ -47,6 +47,8 @@ class Joined(Products):
         post = [n for n in self.block.body if self.when(n) is Phase.POST]
         if any(n.op in (Op.MATMUL, Op.SUM, Op.REDUCE_MAX) for n in post):
             return
+        if any(n in self.operands for n in self._stored_late()):
+            return  # fragments of a tile come in whole rows
         columns = {
             a for n in post if n.op in ACCUMULATORS for a in self.axes.known(n) if a != self.m
         }
@@ -73,6 +75,17 @@ class Joined(Products):
                 dims[a] = replace(d, registers=part, index=index)
         self.sharers = n
         self.after = Layout("after", dims, self.c.order)
+
+    def _stored_late(self) -> set[Node]:
+        """What stores after the loop are made of, down to loads and accumulators."""
+        stack = [s.value for s in self.block.stores if self.when(base_of(s.value)) is Phase.POST]
+        seen: set[Node] = set()
+        while stack:
+            node = base_of(stack.pop())
+            if node not in seen:
+                seen.add(node)
+                stack += () if node.op in ACCUMULATORS else node.inputs
+        return seen
 
     def accumulator(self, node: Node, layout: Layout) -> Value:
         """After the loop each sharing group has its part of an accumulator, joined by `merge`."""
