@@ -109,7 +109,7 @@ def test_keys_and_values_are_the_kernel_s(name: str, form: str) -> None:
     want = [part[:, :, :, :21] for part in cache(session)]
     fill(session, 0x41)
     before = cache(session)
-    assert session._by_torch([prompt])
+    assert session.outside([prompt])
     assert list(session.position) == [21]
     got = cache(session)
     for now, then in zip(got, before, strict=True):
@@ -132,7 +132,7 @@ def test_slots_of_different_lengths_pieces_and_blocks(monkeypatch: pytest.Monkey
     session = session_of("qwen3, 24", 4)
     feeds = [*prompts_of([33]), [], *prompts_of([5, 80])]
     fill(session, 0)
-    assert session._by_torch(feeds)
+    assert session.outside(feeds)
     assert list(session.position) == [33, 0, 5, 80]
     want = cache(session)
     assert not want[0][:, 1].any()
@@ -140,8 +140,8 @@ def test_slots_of_different_lengths_pieces_and_blocks(monkeypatch: pytest.Monkey
     for size in (7, 64):
         fill(session, 0)
         session._prompts.block = size
-        assert session._by_torch([f[:3] for f in feeds])
-        assert session._by_torch([f[3:] for f in feeds])
+        assert session.outside([f[:3] for f in feeds])
+        assert session.outside([f[3:] for f in feeds])
         assert list(session.position) == [33, 0, 5, 80]
         assert apart(cache(session), want) < 1e-2
 
@@ -246,7 +246,7 @@ def test_a_key_in_the_wrong_place_shows() -> None:
     """The comparison can fail: positions off by one."""
     session = session_of("qwen3, 24", context=32)
     (prompt,) = prompts_of([21])
-    assert session._by_torch([prompt])
+    assert session.outside([prompt])
     want = cache(session)
     fill(session, 0)
     session._prompts.run([Segment(0, 1, tuple(prompt))])

@@ -7,6 +7,7 @@ around functions that Python can call.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -293,6 +294,12 @@ def generate(
         f"; {timing.prefilled} tokens of the prompt in {timing.prefill_seconds:.3f} s"
         if timing.prefilled else ""
     )  # fmt: skip
+    loaded = engine.session.loaded
+    if loaded is not None:
+        typer.echo(
+            f"loaded: plan {loaded.plan:.2f} s, weights {loaded.weights:.2f} s, kernel and memory "
+            f"{loaded.rest:.2f} s", err=True,
+        )  # fmt: skip
     typer.echo(
         f"{len(result.tokens)} tokens ({result.reason}){before}; {steps} steps in {seconds:.3f} s, "
         f"{steps / seconds if seconds else 0:.0f} a second",
@@ -306,6 +313,7 @@ def generate(
             "prompt": tokens, "tokens": list(result.tokens), "reason": result.reason,
             "steps": steps, "seconds": seconds, "prefilled": timing.prefilled,
             "prefill_seconds": timing.prefill_seconds,
+            "loaded": None if loaded is None else asdict(loaded),
         },
     )  # fmt: skip
 
@@ -381,6 +389,12 @@ def plan_compare(
     ] = None,
 ) -> None:
     """Compare every operator of a CPU plan with its meaning in float64; name the first at fault."""
+    target = read_plan(plan_file).target
+    if target != "cpu":
+        raise UserError(
+            f"{plan_file} is a plan for {target}: its kernel records no results of operators. "
+            "Compare a CPU plan of the same model (synth judged this one's logits on its device)"
+        )
     session = CpuSession.load(plan_file, weights_dir)
     checkpoint = Checkpoint(weights_dir or session.plan.weights_path)
     found = compare(session, checkpoint.tensor, checkpoint.grouped, steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,14 @@ from obelisk.runtime.launch import (
 )
 from obelisk.runtime.packing import aligned
 from obelisk.runtime.prefill import Prefill, Segment
-from obelisk.runtime.session import REASONS, Sampling, Session, SlotRun, packed_weights
-from obelisk.runtime.timeline import spans_of
+from obelisk.runtime.session import (
+    REASONS,
+    Loaded,
+    Sampling,
+    Session,
+    SlotRun,
+    packed_weights,
+)
 
 Array = Any
 SPIN_SECONDS = 30.0
@@ -72,11 +79,17 @@ class CpuSession(Session):
         Raises `UserError` for another machine, another model or other weights, and `ParseError` for
         a damaged file.
         """
+        start = time.perf_counter()
         what = plan if isinstance(plan, Plan) else read_plan(plan)
         why = refusal(what.host, host_identity(), what.cores)
         if why is not None:
             raise UserError(f"this plan cannot run here: {why}. Synthesise one on this machine")
-        return CpuSession(what, packed_weights(what, weights_dir), spin_seconds)
+        read = time.perf_counter()
+        arena = packed_weights(what, weights_dir)
+        packed = time.perf_counter()
+        session = CpuSession(what, arena, spin_seconds)
+        session.loaded = Loaded(read - start, packed - read, time.perf_counter() - packed)
+        return session
 
     def close(self) -> None:
         """As `Session.close`: the arrays go with the session."""
@@ -158,7 +171,7 @@ class CpuSession(Session):
         before = self.position.copy()
         code = self.entry(ctypes.byref(call))
         self.steps_done = int(call.steps_done)
-        self.spans = spans_of(self.plan.kinds, arrays["trace"], arrays["traced"])
+        self._stamps = (arrays["trace"], arrays["traced"])
         if code != 0:
             self.position[:] = before
             raise KernelFault(self._fault(code, call))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,14 @@ from obelisk.plan import HostIdentity, Plan, read_plan
 from obelisk.plan.layout import align
 from obelisk.runtime.cuda_driver import Device, Kernel
 from obelisk.runtime.prefill import Segment
-from obelisk.runtime.session import REASONS, Sampling, Session, SlotRun, packed_weights
-from obelisk.runtime.timeline import spans_of
+from obelisk.runtime.session import (
+    REASONS,
+    Loaded,
+    Sampling,
+    Session,
+    SlotRun,
+    packed_weights,
+)
 
 Array = Any
 SLOTS = 8
@@ -132,6 +139,7 @@ class CudaSession(Session):
     Attributes:
         kernel_seconds: seconds on the device of the latest launch.
         keep_logits: whether launches store every logit (`logits` reads them).
+        alone: whether all prompts stay in the kernel; so where torch is not installed.
         withhold: a fault for tests: one more than the block that withholds its values; 0 is none.
     """
 
@@ -168,7 +176,7 @@ class CudaSession(Session):
         self.keep_logits = False
         self.kernel_seconds = 0.0
         self._prompts: Any = None  # a `TorchPrefill`, once it was needed
-        self._alone = not has_torch()
+        self.alone = not has_torch()
 
     def _new(self, nbytes: int) -> int:
         address = self.device.allocate(nbytes)
@@ -195,9 +203,15 @@ class CudaSession(Session):
         spin_seconds: float = SPIN_SECONDS,
     ) -> CudaSession:
         """A session from a plan file; raises what `Session.load` raises."""
+        start = time.perf_counter()
         what = plan if isinstance(plan, Plan) else read_plan(plan)
         _device_of(what)  # refused before the weights are read
-        return CudaSession(what, packed_weights(what, weights_dir), spin_seconds)
+        read = time.perf_counter()
+        arena = packed_weights(what, weights_dir)
+        packed = time.perf_counter()
+        session = CudaSession(what, arena, spin_seconds)
+        session.loaded = Loaded(read - start, packed - read, time.perf_counter() - packed)
+        return session
 
     def logits(self) -> Array:
         """The logits of the latest step, float32 (batch, vocab); needs `keep_logits`."""
@@ -210,7 +224,7 @@ class CudaSession(Session):
     @property
     def prefill_from(self) -> int | None:
         """As `Session.prefill_from`: more tokens where torch would have to be imported for them."""
-        if self._alone:
+        if self.alone:
             return None
         if "torch" in sys.modules:
             return PREFILL_FROM
@@ -221,19 +235,24 @@ class CudaSession(Session):
         """Long prompts by torch, short ones by the kernel without its head."""
         least, longest = self.prefill_from, max(map(len, feeds))
         # one more: the last token of a prompt is left to the kernel
-        if least is not None and longest + 1 >= least and self._by_torch(feeds):
+        if least is not None and longest + 1 >= least and self.outside(feeds):
             return
         work = [_Slot(tuple(f), len(f) + 1, len(f), 0, Sampling()) if f else IDLE for f in feeds]
         self._run(work, (), longest)
 
-    def _by_torch(self, feeds: Sequence[Sequence[int]]) -> bool:
-        """Run prompts outside the kernel; False where that cannot be, from then on."""
+    def outside(self, feeds: Sequence[Sequence[int]]) -> bool:
+        """As `prefill`, but outside the kernel however short the prompts are; False, and nothing
+        is done, where that cannot be.
+        """
+        self._check_prompts(feeds)
+        if self.alone:
+            return False
         from obelisk.runtime.prefill_torch import OutOfMemory, TorchPrefill
 
         if self._prompts is None:
             where = self._tensors() if TorchPrefill.serves(self.plan) else None
             if where is None:
-                self._alone = True
+                self.alone = True
                 return False
             self._prompts = TorchPrefill(self.plan, *where)
         segments = [Segment(i, int(self.position[i]), tuple(f)) for i, f in enumerate(feeds) if f]
@@ -244,7 +263,7 @@ class CudaSession(Session):
                 "the device has no memory left for prompts outside the kernel: they run in it, a "
                 "token a step", RuntimeWarning, stacklevel=4,
             )  # fmt: skip
-            self._prompts, self._alone = None, True
+            self._prompts, self.alone = None, True
             return False
         for s in segments:
             self.position[s.slot] += len(s.tokens)
@@ -287,7 +306,7 @@ class CudaSession(Session):
                 "the logits (keep_logits)"
             )
         batch, device, blocks = self.plan.batch, self.device, self.kernel.blocks
-        self.steps_done, self.spans = 0, []
+        self.steps_done, self._stamps = 0, None
         if count < 1:
             return [SlotRun((), "") for _ in work]
         if self.tag + (count + 1) * self.how["tags"] >= TAG_END:
@@ -317,14 +336,12 @@ class CudaSession(Session):
                 raise KernelFault(self._waited([int(x) for x in fault]))
             made, reason, reached = device.download(self.small + 256, (3, 16), np.int32)[:, :batch]
             tokens = device.download(out, (batch, room), np.int32)
-            stamps = device.download(trace, (blocks, self.trace_room, 3), np.uint64)
-            counts = device.download(traced, (blocks,), np.int32)
+            if self.trace_room:
+                self._stamps = self._recorded(trace, device.download(traced, (blocks,), np.int32))
         finally:
             device.free(memory)
         self.position[:] = reached
         self.steps_done = count
-        if self.trace_room:
-            self.spans = spans_of(self.plan.kinds, _seconds(stamps, counts), counts)
         return [
             SlotRun(tuple(int(t) for t in tokens[i, : made[i]]), REASONS[int(reason[i])])
             for i in range(len(work))
@@ -350,6 +367,14 @@ class CudaSession(Session):
         for i, token in enumerate(stops):
             call.stops[i] = token
         return call
+
+    def _recorded(self, trace: int, counts: Array) -> tuple[Array, Array]:
+        """What each block filled of its room for time stamps, as seconds."""
+        stamps = np.zeros((len(counts), max(1, int(counts.max())), 3), np.uint64)
+        for block, count in enumerate(counts):
+            at = trace + 24 * self.trace_room * block
+            stamps[block, :count] = self.device.download(at, (int(count), 3), np.uint64)
+        return _seconds(stamps, counts), counts
 
     def _waited(self, fault: Sequence[int]) -> str:
         _, block, _, edge, step, layer, expected, seen = fault

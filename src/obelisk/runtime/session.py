@@ -20,7 +20,7 @@ from obelisk.plan import Plan
 from obelisk.runtime.checkpoint import Checkpoint, differing, file_digests
 from obelisk.runtime.launch import MAX_STOPS
 from obelisk.runtime.packing import pack
-from obelisk.runtime.timeline import Span
+from obelisk.runtime.timeline import Span, spans_of
 
 Array = Any
 REASONS = {0: "", 1: "stop", 2: "length"}
@@ -73,6 +73,17 @@ def packed_weights(plan: Plan, weights_dir: str | Path | None = None) -> Array:
     return pack(plan.layout, checkpoint.tensor, checkpoint.grouped)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Seconds that loading took: reading the plan and asking the device, reading, checking and
+    packing the weights, and the rest: the kernel, memory, copies.
+    """
+
+    plan: float
+    weights: float
+    rest: float
+
+
 class Session(ABC):
     """A plan with its weights in memory.
 
@@ -81,9 +92,9 @@ class Session(ABC):
         position: of each slot, how many positions it holds.
         spin_seconds: how long a wait inside the kernel may take.
         debug: a launch stops at the first number that is not finite.
-        trace_room: above 0, this many tasks of each core are recorded in `spans`.
-        spans: of the latest launch.
+        trace_room: above 0, this many tasks of each core are recorded (`spans`).
         steps_done: of the latest launch.
+        loaded: what loading took, where `load` did it.
     """
 
     def __init__(self, plan: Plan, spin_seconds: float) -> None:
@@ -91,7 +102,13 @@ class Session(ABC):
         self.position = np.zeros(plan.batch, np.int32)
         self.debug = False
         self.trace_room = self.steps_done = 0
-        self.spans: list[Span] = []
+        self.loaded: Loaded | None = None
+        self._stamps: tuple[Array, Array] | None = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """The tasks of the latest launch that were recorded."""
+        return [] if self._stamps is None else spans_of(self.plan.kinds, *self._stamps)
 
     @property
     @abstractmethod
@@ -131,6 +148,11 @@ class Session(ABC):
 
         Raises `CallError` when a limit would be exceeded.
         """
+        self._check_prompts(feeds)
+        if any(feeds):
+            self._prefill(feeds)
+
+    def _check_prompts(self, feeds: Sequence[Sequence[int]]) -> None:
         self._check_tokens(feeds)
         for slot, feed in enumerate(feeds):
             if len(feed) > self.room(slot):
@@ -138,8 +160,6 @@ class Session(ABC):
                     f"slot {slot}: {len(feed)} tokens, but {self.room(slot)} positions of the "
                     f"plan's context of {self.plan.context} are left"
                 )
-        if any(feeds):
-            self._prefill(feeds)
 
     def launch(
         self,
