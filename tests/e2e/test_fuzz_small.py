@@ -113,6 +113,11 @@ def test_wrong_numbers_are_noticed() -> None:
         assert worst_error(off, exact, working, dtype) > 1
         off[at] = np.nan
         assert worst_error(off, exact, working, dtype) == float("inf")
+    exact = np.linspace(-1, 1, 1000)  # every element is as uncertain as those beside it
+    working = exact + 0.01 * np.where(np.arange(1000) % 2, 1, 0)
+    other = exact + 0.01 * np.where(np.arange(1000) % 2, 0, 1)
+    assert worst_error(other, exact, working, DType.F32) <= 1
+    assert worst_error(exact + 5 * (other - exact), exact, working, DType.F32) > 1
     counts = np.array([3, 4], np.int32)
     assert worst_error(counts, np.array([3.0, 4.0]), counts, DType.I32) == 0
     assert worst_error(counts, np.array([3.0, 5.0]), counts, DType.I32) == float("inf")
