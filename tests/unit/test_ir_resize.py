@@ -70,6 +70,31 @@ def test_extents_in_attributes_follow() -> None:
     assert resize(mask, [(3, 5)], sizes={8: 3, 12: 5}).outputs[0].shape == (3, 5)
 
 
+def test_equal_extents_part_where_structure_tells_them_apart() -> None:
+    """Rows and heads are both 8: what is tied to an input follows it, and what is not keeps its
+    part of what was taken apart.
+    """
+
+    def heads(x, cos):
+        split = b.transpose(b.reshape(x, (8, 8, 8)), (1, 0, 2))
+        return b.reshape(b.transpose(split * cos, (1, 0, 2)), (8, 64))
+
+    graph = graph_of(heads, (8, 64), (8, 8))
+    for rows in (3, 8, 20):
+        small = resize(graph, [(rows, 64), (rows, 8)], sizes={8: rows})
+        assert small.outputs[0].shape == (rows, 64)
+        x, cos = random_inputs(small)
+        want = (x.reshape(rows, 8, 8) * cos[:, None]).reshape(rows, 64)
+        np.testing.assert_allclose(run(small, [x, cos])[0], want, rtol=1e-6)
+    narrow = resize(graph, [(3, 40), (3, 5)])
+    assert narrow.nodes[2].op is Op.RESHAPE
+    assert narrow.nodes[2].shape == (3, 8, 5)
+    with pytest.raises(UserError):
+        resize(graph, [(3, 42), (3, 5)])
+    spread = graph_of(lambda x, y: b.broadcast(b.sum(x, 1), (8, 8)) + y, (8, 4), (8, 8))
+    assert resize(spread, [(3, 4), (3, 5)]).outputs[0].shape == (3, 5)
+
+
 def test_strides_keep_their_order() -> None:
     x = b.input_node(0, (4, 8), strides=(1, 6))
     y = b.input_node(1, (4, 8), strides=(0, 1))

@@ -7,7 +7,7 @@ from tests import machine_candidates as mc
 from tests.verify_pairs import EQUAL, inputs
 
 from obelisk.base.errors import MalformedGraph
-from obelisk.ir import BlockBuilder, DType, Graph, make_graph
+from obelisk.ir import BlockBuilder, DType, Graph, Node, make_graph
 from obelisk.ir import build as b
 from obelisk.ir import composite as c
 from obelisk.verify import VerdictKind, Verifier, refuted_malformed, verify, verify_many
@@ -139,6 +139,39 @@ def test_constants_that_fit_one_size_only_are_accepted_at_that_size_alone() -> N
     assert verdict.kind is VerdictKind.TESTED
     assert "these sizes only" in verdict.bound
     assert verify(program, bad).kind is VerdictKind.REFUTED
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "width"), [(16, 16, 128), (128, 16, 128), (32, 32, 32), (7, 16, 128)]
+)
+def test_a_reshape_may_take_apart_one_of_two_equal_extents(
+    rows: int, heads: int, width: int
+) -> None:
+    """Rows as many as heads, or as a head is wide: judged at small sizes, not unknown; and a
+    candidate that takes rows for heads, which such extents allow, is refuted.
+    """
+    inner = heads * width
+    x, w, cos, out = xs = inputs((rows, 640), (640, inner), (rows, width), (inner, 640))
+
+    def layer(product: Node, swapped: bool = False) -> Node:
+        split = b.reshape(product, (rows, heads, width))
+        if not swapped:
+            split = b.transpose(split, (1, 0, 2))
+        scores = c.softmax((split * cos) @ b.transpose(split))
+        return b.reshape(b.transpose(scores @ split, (1, 0, 2)), (rows, inner)) @ out
+
+    program = make_graph(xs, [layer(x @ w)])
+    block = BlockBuilder((8,), 4)
+    tx, tw = block.load(x, (None,), 1), block.load(w, (1,), 0)
+    block.store(b.accum_sum(tx @ tw), (1,))
+    (product,) = block.launch()
+    verdict = verify(program, make_graph(xs, [layer(product)]))
+    assert verdict.kind is VerdictKind.PROVED, str(verdict)
+    assert "full size" not in verdict.bound.split("floats")[0]
+    assert f"x0[{rows},640]" not in verdict.bound
+    if rows == heads:
+        wrong = make_graph(xs, [layer(product, swapped=True)])
+        assert verify(program, wrong).kind is VerdictKind.REFUTED
 
 
 def test_full_size_is_run_when_asked_for() -> None:

@@ -4,7 +4,7 @@ at.
 `dim_classes` runs a union-find over the dims of every value: elementwise operands and contractions
 tie dims together; reshapes that split, slices, concatenations and partly kept reductions freeze
 them. Inside block graphs the dims of tiles are tied the same way and led back to the kernel tensors
-through the maps of loads and stores.
+through the maps of loads and stores. `InputDims` tells which input dims a dim anywhere is.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class _Walker:
 
     def thread(self, scope: Any, node: Node) -> None:
         graph = node.attrs.thread
-        inner = (scope, graph, node.inputs)
+        inner = inner_scope(scope, graph, node.inputs)
         for n in graph.body:
             if n.op is Op.ELEM:
                 operand = node.inputs[n.attrs.index]
@@ -205,7 +205,7 @@ class _Walker:
 
     def block(self, scope: Any, node: Node) -> None:
         graph = node.attrs.block
-        inner = (scope, graph, node.inputs)
+        inner = inner_scope(scope, graph, node.inputs)
         for n in graph.body:
             self.visit(inner, n)
             if n.op is not Op.LOAD:
@@ -252,8 +252,8 @@ class _Walker:
                     self.dims.freeze(outer)
 
 
-def dim_classes(graph: Graph) -> list[DimClass]:
-    """The classes of input dims of `graph`, ordered by their first member."""
+def _walked(graph: Graph) -> tuple[_Walker, dict[Key, list[tuple[int, int]]]]:
+    """All ties, and the input dims of each class that has some."""
     walker = _Walker()
     for node in graph.nodes:
         walker.visit(None, node)
@@ -262,6 +262,31 @@ def dim_classes(graph: Graph) -> list[DimClass]:
     for i, node in enumerate(graph.inputs):
         for d in range(node.rank):
             members.setdefault(walker.dims.find(walker.key(None, node, d)), []).append((i, d))
+    return walker, members
+
+
+class InputDims:
+    """Which input dims a dim of any value of `graph` is tied to, whatever else has its extent."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._walker, self._members = _walked(graph)
+
+    def of(self, scope: Any, node: Node, dim: int) -> Sequence[tuple[int, int]]:
+        """(input, dim) pairs; none for a dim that is computed, or a tile's. `scope` is None at
+        kernel level, else what `inner_scope` gives.
+        """
+        walker = self._walker
+        return self._members.get(walker.dims.find(walker.key(scope, node, dim)), ())
+
+
+def inner_scope(scope: Any, graph: Any, inputs: tuple[Node, ...]) -> Any:
+    """The scope of a block or thread graph's values in one of its launches."""
+    return (scope, graph, inputs)
+
+
+def dim_classes(graph: Graph) -> list[DimClass]:
+    """The classes of input dims of `graph`, ordered by their first member."""
+    walker, members = _walked(graph)
     return [
         DimClass(
             tuple(sorted(dims)),

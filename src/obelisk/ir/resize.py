@@ -2,7 +2,8 @@
 
 `resize` rebuilds a graph for other input shapes, grids and loop counts. Attributes that hold
 extents (the columns a reduction keeps, the target of a reshape or broadcast, the ends of a slice,
-an iota) are re-derived where the structure says how, else through `sizes`, a map from old extents
+an iota) are re-derived where the structure says how: from the input dims that they are tied to, so
+that two things of one extent may part. Else they are looked up in `sizes`, a map from old extents
 to new ones. The result is checked like any other graph, so a choice that does not fit raises;
 callers try several.
 """
@@ -11,12 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import prod
+from typing import Any
 
 from obelisk.base.errors import MalformedGraph, ShapeError
 from obelisk.ir import build as b
 from obelisk.ir.block import BlockGraph, Store, block_graph
-from obelisk.ir.dims import DimClass, dim_classes, reshape_groups, shrink_shapes, sizes_for
+from obelisk.ir.dims import (
+    DimClass,
+    InputDims,
+    dim_classes,
+    inner_scope,
+    reshape_groups,
+    shrink_shapes,
+    sizes_for,
+)
 from obelisk.ir.graph import Graph, make_graph
 from obelisk.ir.node import Node, Shape, make, topological
 from obelisk.ir.op import (
@@ -56,13 +67,13 @@ def resize(
     """
     if len(shapes) != len(graph.inputs):
         raise ShapeError(f"{graph.name} has {len(graph.inputs)} inputs, {len(shapes)} shapes given")
-    work = _Resizer(grids or {}, loops or {}, sizes or {})
+    work = _Resizer(graph, shapes, grids or {}, loops or {}, sizes or {})
     new: dict[Node, Node] = {}
     for node, shape in zip(graph.inputs, shapes, strict=True):
         new[node] = _resize_input(node, tuple(shape))
     for node in graph.nodes:
         if node not in new:
-            new[node] = work.rebuild(node, [new[i] for i in node.inputs])
+            new[node] = work.rebuild(None, node, [new[i] for i in node.inputs])
     return make_graph(
         [new[i] for i in graph.inputs],
         [new[o] for o in graph.outputs],
@@ -100,25 +111,33 @@ class _Resizer:
 
     def __init__(
         self,
+        graph: Graph,
+        shapes: Sequence[Shape],
         grids: Mapping[BlockGraph, tuple[int, ...]],
         loops: Mapping[BlockGraph, int],
         sizes: Mapping[int, int],
     ) -> None:
+        self.graph, self.shapes = graph, shapes
         self.grids, self.loops, self.sizes = grids, loops, sizes
-        self.blocks: dict[tuple[BlockGraph, tuple[Shape, ...]], BlockGraph] = {}
-        self.threads: dict[tuple[ThreadGraph, tuple[Shape, ...], int], ThreadGraph] = {}
+        self.blocks: dict[Any, BlockGraph] = {}
+        self.threads: dict[Any, ThreadGraph] = {}
 
-    def rebuild(self, node: Node, args: Sequence[Node], loop: int = 1) -> Node:
+    @cached_property
+    def dims(self) -> InputDims:
+        """Made when an attribute asks: most graphs hold none that needs it."""
+        return InputDims(self.graph)
+
+    def rebuild(self, scope: Any, node: Node, args: Sequence[Node], loop: int = 1) -> Node:
         """The node on new operands, at kernel, block (`loop`: its new loop count) or thread
-        level.
+        level; `scope` says which of these, for the ties of its dims.
         """
         attrs: Attrs = node.attrs
         shapes = tuple(a.shape for a in args)
         match node.op:
             case Op.BLOCK:
-                attrs = BlockAttrs(self.block(node.attrs.block, shapes), node.attrs.result)
+                attrs = BlockAttrs(self.block(scope, node, shapes), node.attrs.result)
             case Op.THREAD:
-                thread = self.thread(node.attrs.thread, shapes, loop)
+                thread = self.thread(scope, node, shapes, loop)
                 attrs = ThreadAttrs(thread, node.attrs.result)
             case Op.SIZE:
                 at: SizeAttrs = node.attrs
@@ -126,23 +145,31 @@ class _Resizer:
             case Op.SUM | Op.REDUCE_MAX:
                 attrs = self.reduction(node.attrs)
             case Op.IOTA:
-                extents = tuple(self.extent(n) for n in node.attrs.shape)
+                extents = tuple(self.extent(scope, node, d) for d in range(node.rank))
                 attrs = IotaAttrs(extents, node.attrs.axis)
             case Op.RESHAPE:
-                attrs = ReshapeAttrs(self.reshape(node, shapes[0]))
+                attrs = ReshapeAttrs(self.reshape(scope, node, shapes[0]))
             case Op.BROADCAST:
-                attrs = BroadcastAttrs(self.broadcast(node, shapes[0]))
+                attrs = BroadcastAttrs(self.broadcast(scope, node, shapes[0]))
             case Op.SLICE:
                 attrs = self.slice(node, shapes[0])
         return make(node.op, tuple(args), attrs)
 
-    def extent(self, n: int) -> int:
-        return self.sizes.get(n, n)
+    def known(self, scope: Any, node: Node, d: int) -> int | None:
+        """The new extent of a dim that is tied to input dims, where these have become one."""
+        if node.shape[d] == 1:
+            return 1
+        found = {self.shapes[i][k] for i, k in self.dims.of(scope, node, d)}
+        return found.pop() if len(found) == 1 else None
+
+    def extent(self, scope: Any, node: Node, d: int) -> int:
+        known = self.known(scope, node, d)
+        return self.sizes.get(node.shape[d], node.shape[d]) if known is None else known
 
     def reduction(self, at: ReduceAttrs) -> ReduceAttrs:
-        return ReduceAttrs(at.axis, 1 if at.keep == 1 else self.extent(at.keep))
+        return ReduceAttrs(at.axis, self.sizes.get(at.keep, at.keep) if at.keep != 1 else 1)
 
-    def reshape(self, node: Node, new: Shape) -> Shape:
+    def reshape(self, scope: Any, node: Node, new: Shape) -> Shape:
         """The target extents, group by group of dims that split and merge among themselves."""
         old, target = node.inputs[0].shape, node.shape
         out: list[int] = []
@@ -152,9 +179,9 @@ class _Resizer:
             if len(outs) == 1:
                 out.append(total)
                 continue
-            if [old[d] for d in ins] == [new[d] for d in ins] and not any(
-                n in self.sizes for n in extents
-            ):
+            known = [self.known(scope, node, d) for d in outs]
+            same = all(old[d] == new[d] for d in ins)
+            if same and all(k in (None, n) for k, n in zip(known, extents, strict=True)):
                 out += extents
                 continue
             wide = [k for k, n in enumerate(extents) if n != 1]
@@ -162,7 +189,7 @@ class _Resizer:
                 out += [total if k in wide else 1 for k in range(len(extents))]
                 continue  # only dims of extent 1 come or go: no name is needed
             fixed = {k: self.sizes[n] for k, n in enumerate(extents) if n in self.sizes}
-            fixed |= {k: 1 for k, n in enumerate(extents) if n == 1}
+            fixed |= {k: n for k, n in enumerate(known) if n is not None}
             free = [k for k in range(len(extents)) if k not in fixed]
             rest = prod(fixed.values())
             if len(free) > 1 or total % rest or (not free and total != rest):
@@ -175,11 +202,11 @@ class _Resizer:
             out += [fixed[k] for k in range(len(extents))]
         return tuple(out)
 
-    def broadcast(self, node: Node, new: Shape) -> Shape:
+    def broadcast(self, scope: Any, node: Node, new: Shape) -> Shape:
         old, target = node.inputs[0].shape, node.shape
         pad = len(target) - len(old)
         return tuple(
-            new[d - pad] if d >= pad and old[d - pad] == n else self.extent(n)
+            new[d - pad] if d >= pad and old[d - pad] == n else self.extent(scope, node, d)
             for d, n in enumerate(target)
         )
 
@@ -201,27 +228,31 @@ class _Resizer:
 
         return SliceAttrs(at.axis, end(at.start), end(at.stop))
 
-    def block(self, old: BlockGraph, shapes: tuple[Shape, ...]) -> BlockGraph:
-        key = (old, shapes)
+    def block(self, scope: Any, launch: Node, shapes: tuple[Shape, ...]) -> BlockGraph:
+        old: BlockGraph = launch.attrs.block
+        key = (old, launch.inputs, shapes)
         if key in self.blocks:
             return self.blocks[key]
         grid, loop = self.grids.get(old, old.grid), self.loops.get(old, old.loop)
         if len(grid) != len(old.grid):
             raise MalformedGraph(f"new grid {grid} for a block with {len(old.grid)} grid axes")
         new: dict[Node, Node] = {}
+        inner = inner_scope(scope, old, launch.inputs)
         for node in old.body:
             if node.op is Op.LOAD:
                 at: LoadAttrs = node.attrs
                 attrs = replace(at, full=shapes[at.index], grid=grid, loop=loop)
                 new[node] = make(Op.LOAD, (), attrs)
             else:
-                new[node] = self.rebuild(node, [new[i] for i in node.inputs], loop)
+                new[node] = self.rebuild(inner, node, [new[i] for i in node.inputs], loop)
         stores = tuple(Store(new[s.value], s.omap, s.fmap, s.reduce, s.dtype) for s in old.stores)
         self.blocks[key] = block_graph(grid, loop, old.threads, stores)
         return self.blocks[key]
 
-    def thread(self, old: ThreadGraph, shapes: tuple[Shape, ...], loop: int) -> ThreadGraph:
-        key = (old, shapes, loop)
+    def thread(self, scope: Any, chain: Node, shapes: tuple[Shape, ...], loop: int) -> ThreadGraph:
+        old: ThreadGraph = chain.attrs.thread
+        inner = inner_scope(scope, old, chain.inputs)
+        key = (inner, shapes, loop)
         if key not in self.threads:
             new: dict[Node, Node] = {}
             for node in old.body:
@@ -229,7 +260,7 @@ class _Resizer:
                     at: ElemAttrs = node.attrs
                     new[node] = make(Op.ELEM, (), replace(at, shape=shapes[at.index]))
                 else:
-                    new[node] = self.rebuild(node, [new[i] for i in node.inputs], loop)
+                    new[node] = self.rebuild(inner, node, [new[i] for i in node.inputs], loop)
             self.threads[key] = thread_graph(tuple(new[r] for r in old.results), old.vector)
         return self.threads[key]
 
