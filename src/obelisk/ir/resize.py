@@ -48,7 +48,15 @@ from obelisk.ir.op import (
 )
 from obelisk.ir.thread import ThreadGraph, thread_graph
 
-__all__ = ["DimClass", "blocks_of", "dim_classes", "resize", "shrink_shapes", "sizes_for"]
+__all__ = [
+    "DimClass",
+    "blocks_of",
+    "dim_classes",
+    "rebuild",
+    "resize",
+    "shrink_shapes",
+    "sizes_for",
+]
 
 
 def resize(
@@ -83,6 +91,13 @@ def resize(
     )
 
 
+def rebuild(node: Node, args: Sequence[Node], loop: int) -> Node:
+    """A block's node on other operands, in a block of `loop` iterations. Extents in its attributes
+    follow the operands; raises `ShapeError` where that leaves two ways.
+    """
+    return _Resizer(None, (), {}, {}, {}).rebuild(None, node, args, loop)
+
+
 def _resize_input(node: Node, shape: Shape) -> Node:
     at: InputAttrs = node.attrs
     if len(shape) != node.rank:
@@ -111,7 +126,7 @@ class _Resizer:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: Graph | None,
         shapes: Sequence[Shape],
         grids: Mapping[BlockGraph, tuple[int, ...]],
         loops: Mapping[BlockGraph, int],
@@ -123,9 +138,9 @@ class _Resizer:
         self.threads: dict[Any, ThreadGraph] = {}
 
     @cached_property
-    def dims(self) -> InputDims:
+    def dims(self) -> InputDims | None:
         """Made when an attribute asks: most graphs hold none that needs it."""
-        return InputDims(self.graph)
+        return None if self.graph is None else InputDims(self.graph)
 
     def rebuild(self, scope: Any, node: Node, args: Sequence[Node], loop: int = 1) -> Node:
         """The node on new operands, at kernel, block (`loop`: its new loop count) or thread
@@ -159,6 +174,8 @@ class _Resizer:
         """The new extent of a dim that is tied to input dims, where these have become one."""
         if node.shape[d] == 1:
             return 1
+        if self.dims is None:
+            return None
         found = {self.shapes[i][k] for i, k in self.dims.of(scope, node, d)}
         return found.pop() if len(found) == 1 else None
 

@@ -14,7 +14,7 @@ from obelisk.base.errors import Infeasible, UserError
 from obelisk.ir.block import BlockGraph, Store, block_graph
 from obelisk.ir.node import Node, Shape, make
 from obelisk.ir.op import LoadAttrs, Op, ReshapeAttrs
-from obelisk.ir.resize import _Resizer
+from obelisk.ir.resize import rebuild
 from obelisk.ir.table import size_value
 from obelisk.lower.cuda.axes import Axes
 
@@ -36,7 +36,6 @@ def _recut(
     full: dict[int, Shape] | None = None,
 ) -> dict[Node, Node]:
     """The values for another grid, other maps of the loads, and other tensors behind them."""
-    work = _Resizer({}, {}, {})
     new: dict[Node, Node] = {}
     for node in block.body:
         if node.op is Op.LOAD:
@@ -48,7 +47,7 @@ def _recut(
             x = new[node.inputs[0]]  # the parts' axis goes; which of many ones would be ambiguous
             new[node] = make(Op.RESHAPE, (x,), ReshapeAttrs(x.shape[1:]))
         else:
-            new[node] = work.rebuild(node, [new[i] for i in node.inputs], block.loop)
+            new[node] = rebuild(node, [new[i] for i in node.inputs], block.loop)
     return new
 
 
