@@ -7,11 +7,13 @@ the detection of unwritten elements by fill, and that input sets differ, repeat 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from obelisk.ir import DType, Graph, KernelGraph, Precision, run
+from obelisk.tune import answers
 from obelisk.tune.inputs import Inputs, TensorSpec, input_specs
 from obelisk.tune.judge import Reference, compare, fill, judge, reference
 from obelisk.tune.types import Status
@@ -258,3 +260,43 @@ def test_strided_inputs_lie_as_declared() -> None:
                 assert flat[i + 8 * j] == x_k[i, j]
     assert np.isnan(flat[5])
     assert TensorSpec((5, 6), DType.F32).nbytes == 120
+
+
+def test_answers_are_kept_and_read_back(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time nothing is computed: same inputs, deviation, answers, masks, yardsticks. A
+    file that is damaged, or of another program, is as none.
+    """
+    monkeypatch.setattr(answers, "WORTH_KEEPING", 0.0)
+    g = KernelGraph("steep")
+    x = g.input((64, 96), "f16", name="x")
+    g.output(g.exp(x * 8.0), name="y")
+    g.output(g.log(x), name="z")  # NaN for half of the inputs: not judged there
+    program = g.freeze()
+    first = answers.Answers(program, 3)
+    assert first.inputs.scale < 1
+    assert any(m is not None for m in first.right.judged[0])
+    calls: list[Graph] = []
+
+    def counted(program: Graph, inputs: Inputs) -> Reference:
+        calls.append(program)
+        return reference(program, inputs)
+
+    monkeypatch.setattr(answers, "reference", counted)
+    again = answers.Answers(program, 3)
+    assert not calls
+    assert again.inputs.scale == first.inputs.scale
+    for k in range(first.inputs.sets):
+        for a, b in zip(first.inputs.select(k), again.inputs.select(k), strict=True):
+            assert np.array_equal(a, b)
+        for a, b in zip(first.right.expected[k], again.right.expected[k], strict=True):
+            assert np.array_equal(a, b, equal_nan=True)
+        for m, n in zip(first.right.judged[k], again.right.judged[k], strict=True):
+            assert (m is None) == (n is None)
+            assert m is None or np.array_equal(m, n)
+    assert first.right.yardsticks == again.right.yardsticks
+    (file,) = (fresh_cache / "answers").glob("*.npz")
+    file.write_bytes(file.read_bytes()[:200])
+    assert answers.Answers(program, 3).right.yardsticks == first.right.yardsticks
+    assert len(calls) == 1
+    answers.Answers(program, 4)
+    assert len(calls) == 2

@@ -34,7 +34,7 @@ class GpuBackend(CudaBackend):
     """See `backends.Backend`."""
 
     name = "cuda"
-    most_items, grow_items = 96, 72
+    most_items, grow_items = 84, 72
 
     def toolchain(self) -> str:
         """That of every target."""
@@ -46,13 +46,17 @@ class GpuBackend(CudaBackend):
         return {**super().environment(device), "compiler": self.toolchain()}
 
     def options(self, graph: Graph, machine: Machine) -> Sequence[Any]:
-        """The choices of all targets in turns, the defaults first."""
+        """The choices of all targets in turns, the defaults first, then two of ours for each of
+        Triton's: its kernels take longer to compile and win less often.
+        """
         ours: Sequence[Any] = super().options(graph, machine)
         try:
             theirs = TRITON.options(graph, machine) if has_triton() else []
         except Infeasible:  # a reason to leave Triton out, not the graph
             theirs = []
-        return [o for turn in zip_longest(ours, theirs) for o in turn if o is not None]
+        pairs = (ours[:1], *(ours[i : i + 2] for i in range(1, len(ours), 2)))
+        turns = zip_longest(pairs, theirs)
+        return [o for mine, other in turns for o in (*(mine or ()), other) if o is not None]
 
     def lower(self, graph: Graph, machine: Machine, options: Any) -> Lowering:
         """By the target whose options they are."""

@@ -5,7 +5,7 @@
 end the run, and that the numbers follow the protocol of docs/tune.md.
 """
 
-from obelisk.tune.bench import Answers
+from obelisk.tune.answers import Answers
 from obelisk.tune.rigs import CPU, Rig, cuda_rig
 from obelisk.tune.tuner import tune
 from obelisk.tune.types import Contender, Measured, Setup, Status, TuneItem, TuneReport

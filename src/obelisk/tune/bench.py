@@ -13,36 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from obelisk.ir.graph import Graph
-from obelisk.tune.inputs import Inputs, TensorSpec, input_specs, output_specs
-from obelisk.tune.judge import Judgement, fill, judge, reference
+from obelisk.tune.answers import Answers
+from obelisk.tune.inputs import TensorSpec, input_specs, output_specs
+from obelisk.tune.judge import Judgement, fill, judge
 from obelisk.tune.regions import Region
 from obelisk.tune.rigs import CPU, Rig
 from obelisk.tune.supervisor import Supervisor
-
-
-class Answers:
-    """A program's inputs, in memory that a worker can be lent, and the right answers to them.
-
-    Making one takes seconds for large programs, and needs nothing but the program and the seed: it
-    may be made ahead, in another thread.
-
-    Attributes:
-        program, seed: what it is of.
-        regions: the shared memory, one region per input.
-        inputs, right: the input sets, and the answers.
-    """
-
-    def __init__(self, program: Graph, seed: int) -> None:
-        self.program, self.seed = program, seed
-        self.regions = [Region(s.nbytes, i) for i, s in enumerate(input_specs(program))]
-        # The sets live in the shared memory itself: no copy, however large the weights are.
-        self.inputs = Inputs(program, seed, [r.data for r in self.regions])
-        self.right = reference(program, self.inputs)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        for region in self.regions:
-            region.close()
 
 
 class Bench:

@@ -19,7 +19,8 @@ from obelisk.base.errors import UserError
 from obelisk.base.log import logger
 from obelisk.base.progress import Progress, Silent
 from obelisk.ir.graph import Graph
-from obelisk.tune.bench import Answers, Bench
+from obelisk.tune.answers import Answers
+from obelisk.tune.bench import Bench
 from obelisk.tune.inputs import input_specs, output_specs
 from obelisk.tune.judge import Judgement
 from obelisk.tune.race import HINT, Runner, leader, race, ratio, ratio_spread, significantly_slower
