@@ -1,26 +1,30 @@
 """Reading a checkpoint's tensors from safetensors files.
 
 Takes a model directory; gives tensors by name as float32 (4-bit ones also as groups), and digests
-of the files. Promises to name the tensor that is missing or has another shape, and to keep no more
-than one tensor at a time.
+of the files. Promises to name the tensor that is missing or has another shape, and to keep no
+tensor. Several threads may read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (numpy reads bf16 once this is imported)
+import ml_dtypes
 import numpy as np
 
 from obelisk.base.digest import DIGEST_HEX
 from obelisk.base.errors import MissingDependency, ParseError, UserError
+from obelisk.base.settings import usable_cores
 from obelisk.runtime.gptq import PER_WORD, Grouped, read_gptq, shapes, unpack
 
 Array = Any
 _WEIGHT = ".weight"
+_TYPES: dict[str, Any] = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
 
 
 def weight_files(folder: str | Path) -> list[Path]:
@@ -33,11 +37,14 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 def file_digests(folder: str | Path) -> dict[str, str]:
     """Digest of every weight file, by its name."""
-    out = {}
-    for path in weight_files(folder):
+
+    def one(path: Path) -> str:
         with path.open("rb") as f:
-            out[path.name] = hashlib.file_digest(f, "sha256").hexdigest()[:DIGEST_HEX]
-    return out
+            return hashlib.file_digest(f, "sha256").hexdigest()[:DIGEST_HEX]
+
+    paths = weight_files(folder)
+    with ThreadPoolExecutor(usable_cores()) as pool:  # hashing lets other threads run
+        return dict(zip((p.name for p in paths), pool.map(one, paths), strict=True))
 
 
 class Checkpoint:
@@ -63,6 +70,7 @@ class Checkpoint:
             files: Any = handle
             self._where |= dict.fromkeys(files.keys(), files)
         self.gptq = read_gptq(folder)
+        self._views: dict[str, Array] | None = None
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._where[name].get_slice(name).get_shape())
@@ -132,12 +140,42 @@ class Checkpoint:
         order = self._get(index) if index in self._where else None
         return unpack(base, self._get, self.gptq, order)
 
+    def raw(self, name: str) -> Array | None:
+        """A tensor as its file holds it, without a copy: a view of the file's pages. None where it
+        is stored in groups, or as a type that numpy does not have.
+        """
+        if self._views is None:
+            views: dict[str, Array] = {}
+            for path in weight_files(self.folder):
+                views |= _mapped(path)
+            self._views = views  # whole: threads may ask at the same time
+        return None if self._base(name) is not None else self._views.get(name)
+
     def tensor(self, name: str) -> Array:
         """A tensor as float32; 4-bit ones by their meaning."""
         groups = self.grouped(name)
         if groups is not None:
             return groups.dense()
         return np.asarray(self._get(name)).astype(np.float32, copy=False)
+
+
+def _mapped(path: Path) -> dict[str, Array]:
+    """A safetensors file's tensors of `_TYPES` as views of its pages: eight bytes with the header's
+    length, the header (JSON), the data.
+    """
+    with path.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        header: dict[str, Any] = json.loads(f.read(length))
+    data = np.memmap(path, np.uint8, "r", 8 + length) if path.stat().st_size > 8 + length else None
+    out = {}
+    for name, item in header.items():
+        kind = _TYPES.get(item.get("dtype", ""))
+        if kind is None or data is None:
+            continue
+        first, last = item["data_offsets"]
+        if first % np.dtype(kind).itemsize == 0:
+            out[name] = data[first:last].view(kind).reshape(item["shape"]).view(np.ndarray)
+    return out
 
 
 def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:

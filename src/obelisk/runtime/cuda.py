@@ -36,8 +36,8 @@ from obelisk.runtime.session import (
 Array = Any
 SLOTS = 8
 SPIN_SECONDS = 5.0
-PREFILL_FROM = 16  # tokens: from there on, unpacking the weights once costs less than steps
-IMPORT_SECONDS = 4.0  # of torch, where nothing has imported it yet
+PREFILL_FROM = 32  # tokens: from there on, unpacking the weights once costs less than steps
+IMPORT_SECONDS = 6.0  # of torch and its libraries, where nothing has imported it yet
 STEP_SECONDS = 1e-3  # of a plan that was not measured
 TAG_END = 1 << 31  # what blocks exchange is cleared before its numbers could repeat
 _FAULT = 8  # 32-bit fields of a fault

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import psutil
 
 from obelisk.base.errors import UserError
+from obelisk.base.settings import usable_cores
 from obelisk.plan.layout import WORD, MatrixLayout, RowBlock, VectorLayout, WeightLayout
 from obelisk.runtime.gptq import Grouped, by_groups
+from obelisk.runtime.straight import Raw, nothing_stored, straight
 
 Array = Any
 Source = Callable[[str], Array]
 GroupSource = Callable[[str], Grouped | None]
 CACHE_LINE = 64
 FP16_LARGEST = 65504.0
+COPIES = 6
 
 
 def dense_only(name: str) -> Grouped | None:
@@ -211,22 +216,50 @@ def _vector(arena: Array, base: int, v: VectorLayout, layer: int, source: Source
     _place(arena, base + v.offset, _gather(v.blocks, layer, source, ()))
 
 
-def pack(layout: WeightLayout, source: Source, grouped: GroupSource = dense_only) -> Array:
+def pack(
+    layout: WeightLayout,
+    source: Source,
+    grouped: GroupSource = dense_only,
+    raw: Raw = nothing_stored,
+) -> Array:
     """The arena: uint8, aligned to a cache line. Raises `UserError` for weights that are not
     finite, or that the plan's format cannot hold.
+
+    `raw` gives tensors as they are stored, which saves converting them where the plan stores them
+    likewise. Threads pack as many matrices at a time as there is memory for.
     """
     arena = aligned(layout.total_bytes)
-    for m in layout.matrices:
-        _matrix(arena, 0, m, 0, source, grouped)
-    for v in layout.vectors:
-        _vector(arena, 0, v, 0, source)
+    parts: list[tuple[int, int, MatrixLayout | VectorLayout]] = []
+    parts += [(0, 0, m) for m in layout.matrices]
+    parts += [(0, 0, v) for v in layout.vectors]
     for layer in range(layout.layers):
         base = layout.layer_offset + layer * layout.layer_bytes
-        for m in layout.layer_matrices:
-            _matrix(arena, base, m, layer, source, grouped)
-        for v in layout.layer_vectors:
-            _vector(arena, base, v, layer, source)
+        parts += [(base, layer, m) for m in layout.layer_matrices]
+        parts += [(base, layer, v) for v in layout.layer_vectors]
+
+    def one(part: tuple[int, int, MatrixLayout | VectorLayout]) -> None:
+        base, layer, x = part
+        if isinstance(x, VectorLayout):
+            _vector(arena, base, x, layer, source)
+        elif not straight(arena, base, x, layer, raw):
+            _matrix(arena, base, x, layer, source, grouped)
+
+    with ThreadPoolExecutor(_workers(layout)) as pool:
+        done = [pool.submit(one, part) for part in parts]
+        try:
+            for future in done:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return arena
+
+
+def _workers(layout: WeightLayout) -> int:
+    """Threads that pack: a matrix in the making takes up to `COPIES` float32 copies of itself."""
+    largest = max(m.rows * m.cols for m in (*layout.matrices, *layout.layer_matrices))
+    room = int(psutil.virtual_memory().available) // (4 * COPIES * largest)
+    return max(1, min(usable_cores(), room))
 
 
 def stored(layout: WeightLayout, source: Source, grouped: GroupSource = dense_only) -> Source:

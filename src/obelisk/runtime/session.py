@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,18 @@ def packed_weights(plan: Plan, weights_dir: str | Path | None = None) -> Array:
         raise UserError(
             f"the plan's weights are not in {folder}: name their directory with --weights-dir"
         )
-    bad = differing(plan.weights_digests, file_digests(folder))
-    if bad is not None:
-        raise UserError(f"{folder} does not hold the weights that the plan was made for: {bad}")
-    checkpoint = Checkpoint(folder)
-    checkpoint.check(plan.tensors, plan.layout.layers)
-    return pack(plan.layout, checkpoint.tensor, checkpoint.grouped)
+
+    def packed() -> Array:
+        checkpoint = Checkpoint(folder)
+        checkpoint.check(plan.tensors, plan.layout.layers)
+        return pack(plan.layout, checkpoint.tensor, checkpoint.grouped, checkpoint.raw)
+
+    with ThreadPoolExecutor(1) as pool:  # packed while the files are hashed; only then used
+        arena = pool.submit(packed)
+        bad = differing(plan.weights_digests, file_digests(folder))
+        if bad is not None:
+            raise UserError(f"{folder} does not hold the weights that the plan was made for: {bad}")
+        return arena.result()
 
 
 @dataclass(frozen=True, slots=True)
