@@ -53,11 +53,14 @@ def cuda_table(files: list[dict[str, Any]]) -> str:
         sdpa = {n: t for n, t in libraries.items() if "sdpa" in n}
         best_sdpa = micro(min((t for t in sdpa.values() if t is not None), default=None))
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        if row.get("ratio_spread") is not None:
+            ratio += f" ± {row['ratio_spread']:.2f}"
         if row["ratio"] is not None:
             ratios.append(row["ratio"])
+        target = f" {chosen['target']}" if chosen.get("target") else ""
         spread = "-" if row["spread_us"] is None else f"{row['spread_us']:.2f}"
         lines.append(
-            f"| {name} | {micro(row['time_us'])} | {spread} | {chosen['kernels']} | "
+            f"| {name} | {micro(row['time_us'])} | {spread} | {chosen['kernels']}{target} | "
             f"{chosen['verdict']} | {micro(row['floor_us'])} | {micro(others.get('torch'))} | "
             f"{micro(others.get('torch.compile'))} | "
             f"{micro(others.get('torch.compile max-autotune'))} | {best_sdpa} | "
@@ -69,7 +72,9 @@ def cuda_table(files: list[dict[str, Any]]) -> str:
     text = (
         f"Microseconds of one call, {rows[0]['dtype']}, medians of a race in one process: replays "
         "of one CUDA graph with about 400 MB of rotated inputs; spread is the interquartile range; "
-        "floor: bytes of inputs and outputs over the copy bandwidth measured in the same run. "
+        "floor: bytes of inputs and outputs over the copy bandwidth measured in the same run; "
+        "kernels: launches of a call. The last column is the median over rounds of the ratio in "
+        "each, by which the race is decided, and its interquartile range. "
         f"Geometric mean of the last column: {mean:.2f} over {len(ratios)} programs, least "
         f"{min(ratios, default=0.0):.2f}. {commands}, commit {files[0]['commit']}, "
         f"{files[0]['date'][:10]}, {where.get('device')}, {where.get('driver')}, "
