@@ -4,8 +4,10 @@
     python bench/readme_table.py bench/results/cuda_bench.json [MORE.json]
 
 Writes the table into the README between its two marks (of the CPU, or of a CUDA device where the
-results are of one); a test checks that it holds exactly this text, so no figure was typed. Several
-files of a device are halves of one bench, run side by side on two devices of one machine.
+results are of one); a test checks that it holds exactly this text, so no figure was typed. Of
+several files of a device, run one after the other or on two devices of one machine, a program's row
+is that of the newest that has it; each file is named with its commit and its programs. The chart of
+a device (cuda_bench.svg) is drawn from the same rows.
 """
 
 from __future__ import annotations
@@ -16,8 +18,13 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
+from obelisk.app.bench import BenchRow
+from obelisk.app.chart import chart
+from obelisk.app.report import Report
+
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 CUDA_RESULTS = tuple(sorted((Path(__file__).parent / "results").glob("cuda_bench*.json")))
+CHART = Path(__file__).parent / "results" / "cuda_bench.svg"
 README = Path(__file__).parents[1] / "README.md"
 MARKS = ("<!-- measured: written by `make bench` -->\n", "<!-- end -->\n")
 CUDA_MARKS = (
@@ -41,9 +48,7 @@ def cuda_table(files: list[dict[str, Any]]) -> str:
         "|---|" + "---|" * 11,
     ]
     ratios: list[float] = []
-    rows = [row for data in files for row in data["rows"]]
-    for row in sorted(rows, key=lambda r: (r["program"], r["batch"])):
-        name = row["program"] if row["batch"] == 1 else f"{row['program']}:{row['batch']}"
+    for name, _, row in newest(files):
         report = row["report"]
         if report is None:
             lines.append(f"| {name} | failed: {row['error']} |" + " |" * 10)
@@ -68,19 +73,44 @@ def cuda_table(files: list[dict[str, Any]]) -> str:
         )
     mean = exp(sum(map(log, ratios)) / len(ratios)) if ratios else 0.0
     where = files[0]["environment"]
-    commands = ", ".join(f"`{data['command']}`" for data in files)
+    sources: list[str] = []
+    for data in files:
+        mine = [name for name, source, _ in newest(files) if source is data]
+        if mine:
+            sources.append(
+                f"{', '.join(mine)}: `{data['command']}`, commit {data['commit']}, "
+                f"{data['date'][:10]}, {data['environment'].get('compiler')}"
+            )
     text = (
-        f"Microseconds of one call, {rows[0]['dtype']}, medians of a race in one process: replays "
+        f"Microseconds of one call, {files[0]['rows'][0]['dtype']}, medians of a race in one "
+        "process: replays "
         "of one CUDA graph with about 400 MB of rotated inputs; spread is the interquartile range; "
         "floor: bytes of inputs and outputs over the copy bandwidth measured in the same run; "
         "kernels: launches of a call. The last column is the median over rounds of the ratio in "
         "each, by which the race is decided, and its interquartile range. "
         f"Geometric mean of the last column: {mean:.2f} over {len(ratios)} programs, least "
-        f"{min(ratios, default=0.0):.2f}. {commands}, commit {files[0]['commit']}, "
-        f"{files[0]['date'][:10]}, {where.get('device')}, {where.get('driver')}, "
-        f"{where.get('compiler')}, Python {where.get('python')}."
+        f"{min(ratios, default=0.0):.2f}. {where.get('device')}, {where.get('driver')}, Python "
+        f"{where.get('python')}. {'; '.join(sources)}."
     )
     return "\n".join([*lines, "", text, ""])
+
+
+def newest(files: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Name, file and row of each program, sorted; of several rows the one of the newest file."""
+    found: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = {}
+    for data in sorted(files, key=lambda d: str(d["date"])):
+        for row in data["rows"]:
+            if row["report"] is not None or (row["program"], row["batch"]) not in found:
+                found[row["program"], row["batch"]] = (data, row)
+    return [
+        (p if b == 1 else f"{p}:{b}", data, row) for (p, b), (data, row) in sorted(found.items())
+    ]
+
+
+def bench_row(row: dict[str, Any]) -> BenchRow:
+    """A stored row as the bench has it."""
+    report = Report.from_json(row["report"]) if row["report"] is not None else None
+    return BenchRow(row["program"], row["batch"], row["dtype"], report, row["error"])
 
 
 def milliseconds(us: float | None) -> str:
@@ -147,6 +177,8 @@ def main(sources: list[Path]) -> None:
     _, end, tail = rest.partition(marks[1])
     made = cuda_table(found) if on_gpu else table(found[0])
     README.write_text(head + mark + made + end + tail, "utf-8")
+    if on_gpu:
+        CHART.write_text(chart([bench_row(row) for _, _, row in newest(found)]), "utf-8")
 
 
 if __name__ == "__main__":
