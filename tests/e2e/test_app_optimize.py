@@ -305,6 +305,62 @@ def test_second_time_is_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls["search"] == 2
 
 
+def test_layers_that_are_alike_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R38: twenty-eight layers of one shape, named apart: one search, and each is right."""
+    searches = []
+    real = found([])
+
+    def search(graph: Graph, machine: Any, **options: Any) -> SearchResult:
+        searches.append(graph.name)
+        return real(graph, machine, **options)
+
+    monkeypatch.setattr(pipeline, "search", search)
+    for layer in range(28):
+        g = KernelGraph(f"layer {layer}")
+        x, w = g.input((ROWS, 24), name=f"x{layer}"), g.input((24, 24), name=f"w{layer}")
+        g.output(g.relu(g.matmul(x, w)), name=f"y{layer}")
+        best = ob.optimize(g, budget=2.0, baselines=())
+        check(best, layer)
+        assert best.report.cached == (layer > 0)
+    assert searches == ["layer 0"]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_whole_mlp_of_awkward_extents(layers: int) -> None:
+    """R10, R06: gate, up and down of one layer and of two, extents that nothing divides: a right
+    answer from the whole pipeline, in several kernels or few.
+    """
+    g = KernelGraph("mlp")
+    x = g.input((5, 77))
+    for _ in range(layers):
+        gate, up, down = (g.input(s) for s in ((77, 129), (77, 129), (129, 77)))
+        x = g.mul(g.matmul(g.mul(g.silu(g.matmul(x, gate)), g.matmul(x, up)), down), 1 / 77)
+    g.output(x)
+    best = ob.optimize(g, budget=8.0, baselines=())
+    assert best.verdict.accepted
+    check(best)
+
+
+def test_a_program_that_overflows_at_normal_inputs_is_said_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R11: exp without the maximum in f16: where the program's own kernels overflow, the report
+    says so; a kernel that keeps scores in f32 is finite at scores above 20.
+    """
+    g = KernelGraph("unsafe")
+    q, k, v = (g.input(s, "f16") for s in ((1, 16, 64), (1, 64, 128), (1, 128, 64)))
+    e = g.exp(g.matmul(q, k))
+    g.output(g.matmul(g.div(e, g.sum(e, 2)), v))
+    best = ob.optimize(g, budget=8.0, baselines=())
+    assert any("overflows in its own dtypes" in note for note in best.report.notes)
+    if best.report.chosen.index:
+        arrays = random_inputs(best.program, 5)
+        scores = arrays[0].astype(np.float64) @ arrays[1].astype(np.float64)
+        assert scores.max() > 20
+        got = best(*arrays).astype(np.float64)
+        np.testing.assert_allclose(got, run(best.program, arrays)[0], rtol=2e-2, atol=2e-2)
+
+
 def test_cache_hit_keeps_the_callers_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are not part of the key; errors of a hit speak of the caller's own inputs."""
     monkeypatch.setattr(pipeline, "search", found([]))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.lowering import call, check, compiled, largest_error
 
+from obelisk.base.errors import ObeliskError
 from obelisk.ir import (
     BlockBuilder,
     DType,
@@ -25,6 +26,8 @@ from obelisk.ir import (
 )
 from obelisk.ir import build as b
 from obelisk.ir import composite as c
+from obelisk.lower.cpu import CpuOptions, lower_cpu
+from obelisk.machine.host import host
 
 pytestmark = pytest.mark.usefixtures("compiler")
 UNARY: dict[str, Callable[[Node], Node]] = {
@@ -175,3 +178,23 @@ def test_accumulators_are_wider_than_what_they_sum() -> None:
         ones = [np.ones(n.shape, n.dtype.numpy) for n in graph.inputs]
         for out in call(library, graph, ones):
             assert (out.astype(np.float64) == want).all(), graph.name
+
+
+def test_any_two_dtypes_are_multiplied_rightly_or_refused() -> None:
+    """R45: all pairs that can be named: a right product, or an error that names both types."""
+    graphs, refused = [], []
+    for left in DType:
+        for right in DType:
+            try:
+                g = KernelGraph(f"{left} {right}")
+                g.output(g.matmul(g.input((3, 20), left), g.input((20, 18), right)))
+                graph = g.freeze()
+                lower_cpu(graph, host(), CpuOptions())
+            except ObeliskError as error:
+                refused.append((left, right, str(error)))
+            else:
+                graphs.append(graph)
+    assert len(graphs) >= 8
+    for left, right, text in refused:
+        assert str(left) in text or str(right) in text, (left, right, text)
+    check(graphs)

@@ -8,8 +8,9 @@ import pytest
 
 from obelisk.app.loading import load_program
 from obelisk.app.search_bench import STRUCTURES, search_row
+from obelisk.ir import DType, Graph, KernelGraph, Op
 from obelisk.machine import find
-from obelisk.search import Space, search
+from obelisk.search import Budget, Space, search
 
 MOST_MEMORY = 2 << 30
 
@@ -31,3 +32,34 @@ def test_rmsnorm_with_eleven_operators() -> None:
     assert stats.stopped == "exhausted"
     assert stats.found_seconds < 2
     assert sum(stats.stage_seconds.values()) < 30
+
+
+def _unsafe_attention(heads: int, rows: int, keys: int) -> Graph:
+    g = KernelGraph("attention")
+    q, k, v = (g.input(s, "f16") for s in ((heads, rows, 64), (heads, 64, keys), (heads, keys, 64)))
+    e = g.exp(g.matmul(q, k))
+    g.output(g.matmul(g.div(e, g.sum(e, 2)), v))
+    return g.freeze()
+
+
+@pytest.mark.parametrize("machine", ["cpu", "sm_90a"])
+@pytest.mark.parametrize(("heads", "rows", "keys"), [(2, 256, 4096), (8, 4, 1024)])
+def test_attention_of_a_prompt_and_of_a_step_is_fused(
+    heads: int, rows: int, keys: int, machine: str
+) -> None:
+    """R09: within half a minute at most there are kernels that keep the scores to themselves: one,
+    or two where the keys are split over blocks.
+    """
+    program = _unsafe_attention(heads, rows, keys)
+    found = search(program, find(machine), budget=Budget(seconds=30.0), workers=1)
+    assert found.stats.found_seconds < 30
+    scores = heads * rows * keys
+    fused = [
+        c.graph
+        for c in found.candidates
+        if not any(n.elements == scores for n in c.graph.nodes if n.op is not Op.INPUT)
+    ]
+    assert fused
+    launches = [len({n.attrs.block for n in g.nodes if n.op is Op.BLOCK}) for g in fused]
+    assert min(launches) <= 2
+    assert all(n.dtype is DType.F16 for g in fused for n in g.outputs)
