@@ -206,6 +206,7 @@ def test_doctor(
         (["optimize", "gqqa"], r"error: no program is called 'gqqa' \(did you mean gqa"),
         (["optimize", "gqa", "--dtype", "f99"], "unknown dtype 'f99'"),
         (["optimize", "gqa", "--device", "abacus"], "abacus"),
+        (["optimize", "gqa", "--device", "cuda:0,1"], "device 'cuda:0,1': known are .*cuda:N"),
         (["verify", "gqa"], "needs one program to compare with"),
         (["show", "missing.json"], "no such file: missing.json"),
         (["cache", "rm"], "beginning of a digest, or --all"),
@@ -215,7 +216,9 @@ def test_doctor(
 def test_wrong_requests_are_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, one line on standard error that names the way out, and no traceback."""
+    """Exit code 2, one line on standard error that names the way out, and no traceback. Several
+    devices are refused, too (R48).
+    """
     assert main(words) == 2
     err = capsys.readouterr().err
     assert re.search(message, err)
