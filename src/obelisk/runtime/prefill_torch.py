@@ -60,6 +60,7 @@ class TorchPrefill:
         self.vectors = {x.name: x for x in layout.layer_vectors}
         self.embed = next(x for x in layout.matrices if x.name == "embed")
         self.block = BLOCK
+        self.views: dict[tuple[str, int], Tensor | None] = {}
 
     @staticmethod
     def serves(plan: Plan) -> bool:
@@ -68,21 +69,35 @@ class TorchPrefill:
         return plan.cache.format in TYPES and all(map(readable, parts))
 
     # ---- weights ----
-    def _base(self, layer: int) -> int:
-        return self.layout.layer_offset + layer * self.layout.layer_bytes
-
     def _vector(self, name: str, layer: int) -> Tensor | None:
-        v = self.vectors.get(name)
-        if v is None:
-            return None
-        at = self._base(layer) + v.offset
-        return self.arena[at : at + 4 * v.size].view(torch.float32)
+        """A layer's gain or bias, as it lies; the views are kept: making one costs the host as much
+        as starting a kernel.
+        """
+        key = (name, layer)
+        if key not in self.views:
+            v = self.vectors.get(name)
+            at = self.layout.layer_offset + layer * self.layout.layer_bytes
+            self.views[key] = None
+            if v is not None:
+                at += v.offset
+                self.views[key] = self.arena[at : at + 4 * v.size].view(torch.float32)
+        return self.views[key]
+
+    def _head_gains(self, layer: int) -> Tensor | None:
+        """Gains of a group's query heads and key head, (share + 1, head_dim); None without."""
+        key = ("head gains", layer)
+        if key not in self.views:
+            q, k = self._vector("q_gain", layer), self._vector("k_gain", layer)
+            both = None if q is None or k is None else torch.stack([q] * self.share + [k])
+            self.views[key] = both
+        return self.views[key]
 
     def _product(self, name: str, layer: int, x: Tensor, root: Tensor | None = None) -> Tensor:
         """x @ w^T, times `root` of each token where there is one, and its bias; float32 (tokens,
         packed rows).
         """
-        w = matrix(self.arena, self._base(layer), self.matrices[name])
+        base = self.layout.layer_offset + layer * self.layout.layer_bytes
+        w = matrix(self.arena, base, self.matrices[name])
         y = product(x, w.value)
         if w.scale is not None:
             y *= w.scale
@@ -94,27 +109,27 @@ class TorchPrefill:
         return y
 
     # ---- parts of a layer ----
+    def _root(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
     def _normed(self, name: str, layer: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The inputs of the products behind a norm, and what multiplies their results: as in the
         kernel, the root comes after the product, but for fp16, which could overflow.
         """
-        root = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         gain = self._vector(name, layer)
         assert gain is not None
-        gained = x * gain[: self.hidden]
+        gained, root = x * gain[: self.hidden], self._root(x)
         if self.type is torch.bfloat16:
             return gained.to(self.type), root
         return (gained * root).to(self.type), None
 
-    def _turn(self, x: Tensor, gain: Tensor | None, at: Tensor) -> Tensor:
-        """Head norm where there is one, and rotation of halves; x is (tokens, ..., head_dim)."""
+    def _turn(self, x: Tensor, gain: Tensor | None, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Head norm where there is one, and rotation of halves; x is (tokens, groups, heads,
+        head_dim), `angles` cosines and sines, negative in the first half.
+        """
         if gain is not None:
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * gain
-        half = self.dim // 2
-        shape = (len(at),) + (1,) * (x.ndim - 2) + (half,)
-        cos, sin = self.cosines[at].view(shape), self.sines[at].view(shape)
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+            x = x * self._root(x) * gain
+        return torch.addcmul(x * angles[0], x.roll(self.dim // 2, -1), angles[1])
 
     def _attend(self, layer: int, s: Segment, q: Tensor, out: Tensor) -> None:
         """Causal attention of a segment's queries (tokens, groups, share, dim) into `out`. A group
@@ -127,6 +142,10 @@ class TorchPrefill:
         )
         queries = q.permute(1, 2, 0, 3)
         step = count if q.is_cuda else max(8, SCORES // (self.groups * self.share * end))
+        if s.start == 0 and step >= count:
+            mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            out.copy_(mixed.permute(2, 0, 1, 3))
+            return
         for first in range(0, count, step):
             last = min(first + step, count)
             upto = s.start + last
@@ -136,13 +155,15 @@ class TorchPrefill:
             )  # fmt: skip
             out[first:last] = mixed.permute(2, 0, 1, 3)
 
-    def _layer(self, layer: int, x: Tensor, block: Sequence[Segment], at: Tensor) -> None:
+    def _layer(
+        self, layer: int, x: Tensor, block: Sequence[Segment], angles: tuple[Tensor, Tensor]
+    ) -> None:
         """One layer on x (tokens, hidden), in place; the last one only leaves keys and values."""
-        n, wide = len(x), self.share * self.dim
+        n, heads = len(x), self.share + 2
         raw = self._product("qkv", layer, *self._normed("norm_in", layer, x))
-        raw = raw[:, : self.groups * (wide + 2 * self.dim)].view(n, self.groups, -1)
-        k = self._turn(raw[:, :, wide : wide + self.dim], self._vector("k_gain", layer), at)
-        new = (k, raw[:, :, wide + self.dim :])
+        raw = raw[:, : self.groups * heads * self.dim].view(n, self.groups, heads, self.dim)
+        turned = self._turn(raw[:, :, :-1], self._head_gains(layer), angles).to(self.type)
+        new = (turned[:, :, -1], raw[:, :, -1])
         first = 0
         for s in block:
             rows, upto = slice(first, first + len(s.tokens)), s.start + len(s.tokens)
@@ -151,9 +172,8 @@ class TorchPrefill:
             first = rows.stop
         if layer + 1 == self.layers:
             return
-        q = raw[:, :, :wide].reshape(n, self.groups, self.share, self.dim)
-        q = self._turn(q, self._vector("q_gain", layer), at).to(self.type)
-        attended, first = torch.empty_like(q), 0
+        q = turned[:, :, :-1]
+        attended, first = torch.empty(q.shape, dtype=q.dtype, device=q.device), 0
         for s in block:
             rows = slice(first, first + len(s.tokens))
             self._attend(layer, s, q[rows], attended[rows])
@@ -164,6 +184,12 @@ class TorchPrefill:
         pairs = up.view(n, -1, 2, every)
         act = (silu(pairs[:, :, 0]) * pairs[:, :, 1]).to(self.type).view(n, -1)[:, : self.ffn]
         x += self._product("down", layer, act)[:, : self.hidden]
+
+    def _angles(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, (tokens, 1, 1, head_dim)."""
+        cos, sin = self.cosines[at], self.sines[at]
+        both = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+        return (both[0][:, None, None], both[1][:, None, None])
 
     def run(self, segments: Sequence[Segment]) -> None:
         """Write the keys and values of all tokens of `segments` (one for each slot, in order), and
@@ -190,8 +216,8 @@ class TorchPrefill:
             at = torch.cat(
                 [torch.arange(s.start, s.start + len(s.tokens), device=device) for s in block]
             )
-            x = rows_of(self.arena, 0, self.embed, tokens)
+            x, angles = rows_of(self.arena, 0, self.embed, tokens), self._angles(at)
             for layer in range(self.layers):
-                self._layer(layer, x, block, at)
+                self._layer(layer, x, block, angles)
         if self.arena.is_cuda:
             torch.cuda.current_stream(device).synchronize()

@@ -7,6 +7,7 @@ what runs prompts on a device imports it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +45,55 @@ def _sixteen(arena: Tensor, base: int, m: MatrixLayout) -> Weight:
     return Weight(turned.reshape(m.rows, -1).view(TYPES[m.format])[:, : m.cols])
 
 
+def _bytes(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
+    """int8: (tiles, blocks, g, q, s, h, e, t), as stored: a sign and seven bits, apart."""
+    stored = arena[base + m.offset : base + m.offset + m.nbytes]
+    return stored.view(m.rows // m.panel, m.cols_padded // m.lanes, 8, 4, 2, 2, 2, 2)
+
+
+def _signed(stored: Tensor) -> Tensor:
+    """int8 (..., e, t): the sign of t = 0 is the top bit of t = 1, that of t = 1 the top bit of
+    t = 0 of the other e.
+    """
+    top = (stored >> 7).bool()
+    sign = torch.stack([top[..., 1], top[..., 0].flip(-1)], -1)
+    size = (stored & 127).to(torch.int8)
+    return torch.where(sign, -size, size)
+
+
+def _scales(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
+    """int8: of every row."""
+    return arena[base + m.scale_offset :][: 4 * m.rows].view(torch.float32)
+
+
+def _eight(arena: Tensor, base: int, m: MatrixLayout) -> Weight:
+    turned = _signed(_bytes(arena, base, m)).permute(0, 5, 2, 1, 3, 4, 7, 6)
+    return Weight(turned.half().reshape(m.rows, -1)[:, : m.cols], _scales(arena, base, m))
+
+
+def _four(arena: Tensor, base: int, m: MatrixLayout) -> Weight:
+    """Levels less zeros, times scales, rounded to fp16."""
+    words, each = m.panel * m.lanes // 2, m.panel * m.lanes // m.group
+    size = words + each * (2 if m.zero_offset < 0 else 3)
+    shape = (m.rows // m.panel, m.cols_padded // m.lanes, size)
+    slabs = arena[base + m.offset :][: math.prod(shape)].view(shape)
+    pairs = slabs[..., :words].unflatten(-1, (2, 8, 4, 2, 2, 2, 2))  # f, g, q, j, h, e, t
+    level = torch.stack([pairs & 15, pairs >> 4], -1)  # ..., s
+    # tile, slab, f, g, q, j, h, e, t, s to tile, h, g, slab, f, j, q, s, t, e
+    level = level.permute(0, 6, 3, 1, 2, 5, 4, 9, 8, 7).reshape(m.rows, m.groups, -1).half()
+
+    def numbers(at: int, size: int, kind: torch.dtype) -> Tensor:
+        found = slabs[..., at : at + size * each].contiguous().view(kind)
+        found = found.unflatten(-1, (8, m.lanes // m.group, 2))  # tile, slab, g, group, h
+        return found.permute(0, 4, 2, 1, 3).reshape(m.rows, m.groups, 1)
+
+    zero = 8 if m.zero_offset < 0 else numbers(m.zero_offset, 1, torch.uint8).half()
+    value = (level - zero) * numbers(m.scale_offset, 2, torch.float16)
+    return Weight(value.view(m.rows, -1)[:, : m.cols])
+
+
 MATRICES: dict[str, Callable[[Tensor, int, MatrixLayout], Weight]] = {
-    "bf16": _sixteen, "fp16": _sixteen,
+    "bf16": _sixteen, "fp16": _sixteen, "int8": _eight, "w4a16": _four,
 }  # fmt: skip
 
 
@@ -64,8 +112,15 @@ def matrix(arena: Tensor, base: int, m: MatrixLayout) -> Weight:
 
 
 def rows_of(arena: Tensor, base: int, m: MatrixLayout, which: Tensor) -> Tensor:
-    """float32 (len(which), cols): some rows of a matrix of 16-bit weights."""
+    """float32 (len(which), cols): some rows of a matrix of a plain format."""
     tile, row = which // m.panel, which % m.panel
-    found = _pairs(arena, base, m)[tile, :, :, row % 8, :, :, row // 8]  # rows, blocks, s, q, t
-    stored = found.permute(0, 1, 3, 2, 4).reshape(len(which), -1).view(TYPES[m.format])
+    at = (tile, slice(None))
+    if m.format == "int8":
+        found = _signed(_bytes(arena, base, m)[(*at, row % 8, slice(None), slice(None), row // 8)])
+        # rows, blocks, q, s, e, t
+        level = found.permute(0, 1, 2, 3, 5, 4).reshape(len(which), -1)[:, : m.cols]
+        return level.float() * _scales(arena, base, m)[which, None]
+    words = _pairs(arena, base, m)[(*at, slice(None), row % 8, slice(None), slice(None), row // 8)]
+    # rows, blocks, s, q, t
+    stored = words.permute(0, 1, 3, 2, 4).reshape(len(which), -1).view(TYPES[m.format])
     return stored[:, : m.cols].float()
