@@ -292,7 +292,8 @@ def synthesise_cuda(
             rows.append(ProfiledGpu(note, predicted, None))
             best = (0.0, plan)
             break
-        arena = pack(plan.layout, weights.tensor) if arena is None else arena
+        if arena is None:
+            arena = pack(plan.layout, weights.tensor, raw=weights.raw)
         session = CudaSession(plan, arena)
         seconds = time_gpu(session)
         session.close()
