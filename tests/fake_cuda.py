@@ -88,13 +88,37 @@ def behind(x: int, y: int, scratch: int, counter: int) -> None:
     ctypes.c_uint32.from_address(counter + 4).value = 7
 
 
+def wavering(x: int, y: int, scratch: int, counter: int) -> None:
+    """Right within the tolerance, but now and then by other bits."""
+    right(x, y, scratch, counter)
+    ROUNDS[0] += 1
+    if ROUNDS[0] % 50 == 0:
+        floats(y)[5] *= 1 + 1e-6
+
+
+ROUNDS = [0]
+
+
 def hang(x: int, y: int, scratch: int, counter: int) -> None:
     time.sleep(1000)
 
 
 ACTS: dict[str, Callable[[int, int, int, int], None]] = {
     f.__name__: f
-    for f in (right, squares, slow, half, off, beyond, spoils, trusting, counting, behind, hang)
+    for f in (
+        right,
+        squares,
+        slow,
+        half,
+        off,
+        beyond,
+        spoils,
+        trusting,
+        counting,
+        behind,
+        wavering,
+        hang,
+    )
 }
 
 

@@ -24,6 +24,7 @@ FAULTS = {
     "spoils": (Status.OVERRUN, "input 0: it was changed, first at byte 12"),
     "counting": (Status.STALE, "right in a fresh process"),
     "behind": (Status.OVERRUN, "scratch area"),
+    "wavering": (Status.STALE, "of 128 calls on the same inputs gave other bits"),
     "fault": (Status.CRASH, "CUDA_ERROR_ILLEGAL_ADDRESS"),
     "hang": (Status.HANG, "no answer within"),
 }
@@ -54,7 +55,7 @@ def item(folder: Path, act: str) -> TuneItem:
 
 
 def test_each_fault_has_its_name_and_the_good_win(tmp_path: Path) -> None:
-    """Seven faults between two right kernels: all are named, none ends the run, the faster wins."""
+    """Eight faults between two right kernels: all are named, none ends the run, the faster wins."""
     acts = ["slow", *FAULTS, "right"]
     items = [item(tmp_path, a) for a in acts]
     report = tune(program(), items, rig=RIG, budget_seconds=40.0, limit_seconds=1.0)

@@ -29,6 +29,7 @@ from obelisk.tune.worker import Refused, put_results, serve, specs_of
 CONTEXT_LOST = 71  # exit code; the tuner reads the reason from what was printed
 _WINDOW = 1 << 20  # bytes at either end of an input that are looked at after a call
 _GARBAGE = 0xFF
+_STEADY, _STEADY_BYTES = 32, 1 << 28  # calls in a row that are compared, and bytes for them
 _COPY, _COPIES = 1 << 30, 9  # bytes of a copy that measures bandwidth, and how many of them
 
 
@@ -264,6 +265,37 @@ class GpuWorker:
         for address, got in zip(self.private, shared, strict=True):
             self.down(got, address)
         return {"code": 0}
+
+    def do_steady(self, key: int, times: int) -> dict[str, Any]:
+        """Calls one after the other on one copy, each with outputs of its own: how many gave other
+        bits than the first.
+        """
+        library, scratch, copy = self.libraries[key], self.scratch[key], self.copies[0]
+        size = sum(s.nbytes for s in self.outputs)
+        at_once = max(2, min(_STEADY, _STEADY_BYTES // max(1, size)))
+        kept = [[self.memory(s.nbytes) for s in self.outputs] for _ in range(at_once)]
+        bound = [library.bind(copy, outs, scratch) for outs in kept]
+        first: list[np.ndarray] = []
+        moved = done = 0
+        while done < times:
+            for outs in kept:
+                for address, spec in zip(outs, self.outputs, strict=True):
+                    if spec.nbytes:
+                        size, stream = spec.nbytes, self.stream
+                        check(self.cu.cuMemsetD8Async(address, _GARBAGE, size, stream), "filling")
+            for call in bound:
+                library.issue(call, self.stream)
+            self.sync("running the kernels")
+            for outs in kept:
+                got = [np.empty(s.nbytes, np.uint8) for s in self.outputs]
+                for array, address in zip(got, outs, strict=True):
+                    self.down(array, address)
+                first = first or got
+                moved += any(not np.array_equal(a, b) for a, b in zip(first, got, strict=True))
+            done += at_once
+        for address in (a for outs in kept for a in outs):
+            check(self.cu.cuMemFree(address), "giving memory back")
+        return {"moved": moved, "calls": done}
 
     def do_ceiling(self) -> dict[str, Any]:
         """Bytes per second that a copy in device memory moves, read and written: a median."""

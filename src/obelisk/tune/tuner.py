@@ -35,6 +35,7 @@ _LEAST_LIMIT, _LIMIT_OF_OWN = 2.0, 50.0  # a hang is 50 times the program's own 
 _PATIENCE_WITH_OWN = 6
 _COPY_SECONDS = 60.0
 _RECHECKED = 8  # of the fastest, after the race
+_STEADY_CALLS = 128  # of a finalist on a device, whose bits must not move
 
 
 Grow = Callable[[Sequence["float | None"]], list[TuneItem]]
@@ -459,6 +460,23 @@ class _Tuning:
         state = self.states[key]
         if state.status in (Status.WRONG, Status.INCOMPLETE):
             state.fell(Status.STALE, f"right when checked, but after the race: {state.detail}")
+        if self.rig.on_device and key < n and state.status is Status.OK:
+            self._steady(bench, key)
+
+    def _steady(self, bench: Bench, key: int) -> None:
+        """A device's kernel sums in a fixed order: where bits move, its threads race, and its
+        answers are right by luck.
+        """
+        state = self.states[key]
+        try:
+            got = bench.child.ask(4 * bench.limit, "steady", key=key, times=_STEADY_CALLS)
+        except Fallen as e:
+            state.fell(e.status, f"in calls one behind the other: {e.detail}")
+            return
+        if got["moved"]:
+            text = f"{got['moved']} of {got['calls']} calls on the same inputs gave other bits"
+            state.fell(Status.STALE, text)
+            state.repeatable = False
 
     def _probe(self, bench: Bench, key: int) -> None:
         """Warm up and get a first estimate; makes the runner."""
