@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from obelisk.plan import Plan
 from obelisk.runtime.prefill import Segment, blocks
-from obelisk.runtime.unpacking_torch import TYPES, matrix, readable, rows_of
+from obelisk.runtime.unpacking_torch import TYPES, Reader, readable, reader, rows_of
 
 Tensor = Any
 BLOCK, LEAST_BLOCK = 4096, 256  # tokens of all slots that go through the layers together
@@ -60,6 +60,7 @@ class TorchPrefill:
         self.vectors = {x.name: x for x in layout.layer_vectors}
         self.embed = next(x for x in layout.matrices if x.name == "embed")
         self.block = BLOCK
+        self.readers: dict[tuple[str, int], Reader] = {}
         self.views: dict[tuple[str, int], Tensor | None] = {}
 
     @staticmethod
@@ -80,7 +81,8 @@ class TorchPrefill:
             self.views[key] = None
             if v is not None:
                 at += v.offset
-                self.views[key] = self.arena[at : at + 4 * v.size].view(torch.float32)
+                size = self.hidden if name.startswith("norm") else v.size  # without padding
+                self.views[key] = self.arena[at : at + 4 * size].view(torch.float32)
         return self.views[key]
 
     def _head_gains(self, layer: int) -> Tensor | None:
@@ -96,8 +98,11 @@ class TorchPrefill:
         """x @ w^T, times `root` of each token where there is one, and its bias; float32 (tokens,
         packed rows).
         """
-        base = self.layout.layer_offset + layer * self.layout.layer_bytes
-        w = matrix(self.arena, base, self.matrices[name])
+        key = (name, layer)
+        if key not in self.readers:
+            base = self.layout.layer_offset + layer * self.layout.layer_bytes
+            self.readers[key] = reader(self.arena, base, self.matrices[name])
+        w = self.readers[key]()
         y = product(x, w.value)
         if w.scale is not None:
             y *= w.scale
@@ -107,6 +112,10 @@ class TorchPrefill:
         if bias is not None:
             y[:, : len(bias)] += bias
         return y
+
+    def _onto(self, x: Tensor, y: Tensor) -> None:
+        """Add a product's true rows to the residual stream."""
+        x += y if y.shape == x.shape else y[:, : self.hidden]
 
     # ---- parts of a layer ----
     def _root(self, x: Tensor) -> Tensor:
@@ -118,7 +127,7 @@ class TorchPrefill:
         """
         gain = self._vector(name, layer)
         assert gain is not None
-        gained, root = x * gain[: self.hidden], self._root(x)
+        gained, root = x * gain, self._root(x)
         if self.type is torch.bfloat16:
             return gained.to(self.type), root
         return (gained * root).to(self.type), None
@@ -178,12 +187,13 @@ class TorchPrefill:
             rows = slice(first, first + len(s.tokens))
             self._attend(layer, s, q[rows], attended[rows])
             first = rows.stop
-        x += self._product("o", layer, attended.view(n, -1))[:, : self.hidden]
+        self._onto(x, self._product("o", layer, attended.view(n, -1)))
         every = self.matrices["up"].blocks[0].every
         up = self._product("up", layer, *self._normed("norm_mid", layer, x))
         pairs = up.view(n, -1, 2, every)
-        act = (silu(pairs[:, :, 0]) * pairs[:, :, 1]).to(self.type).view(n, -1)[:, : self.ffn]
-        x += self._product("down", layer, act)[:, : self.hidden]
+        act = (silu(pairs[:, :, 0]) * pairs[:, :, 1]).to(self.type).view(n, -1)
+        act = act if act.shape[1] == self.ffn else act[:, : self.ffn]
+        self._onto(x, self._product("down", layer, act))
 
     def _angles(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions, (tokens, 1, 1, head_dim)."""

@@ -1,7 +1,8 @@
 """A CUDA plan's packed matrices back as plain ones, where they lie: by torch's views and permutes.
 
-Takes an arena (a uint8 tensor on any device) and a `MatrixLayout`; gives a `Weight`, which the
-products of `prefill_torch` read. A weight format is one entry of `MATRICES`. It imports torch: only
+Takes an arena (a uint8 tensor on any device) and a `MatrixLayout`; gives a `Reader` of a `Weight`,
+which the products of `prefill_torch` read. A reader holds views and no copies, for a view costs the
+host as much as starting a kernel. A weight format is one entry of `READERS`. It imports torch: only
 what runs prompts on a device imports it.
 """
 
@@ -34,15 +35,23 @@ class Weight:
     scale: Tensor | None = None
 
 
+Reader = Callable[[], Weight]
+
+
+def _true(rows: Tensor, m: MatrixLayout) -> Tensor:
+    """Rows without padded columns."""
+    return rows if m.cols == m.cols_padded else rows[:, : m.cols]
+
+
 def _pairs(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
     """16-bit weights, two to a word: (tiles of rows, blocks of columns, s, g, q, t, h)."""
     stored = arena[base + m.offset : base + m.offset + m.nbytes].view(torch.int32)
     return stored.view(m.rows // m.panel, m.cols_padded // m.lanes, *DIGITS)
 
 
-def _sixteen(arena: Tensor, base: int, m: MatrixLayout) -> Weight:
-    turned = _pairs(arena, base, m).permute(0, 6, 3, 1, 4, 2, 5)
-    return Weight(turned.reshape(m.rows, -1).view(TYPES[m.format])[:, : m.cols])
+def _sixteen(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
+    turned, kind = _pairs(arena, base, m).permute(0, 6, 3, 1, 4, 2, 5), TYPES[m.format]
+    return lambda: Weight(_true(turned.reshape(m.rows, -1).view(kind), m))
 
 
 def _bytes(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
@@ -66,49 +75,57 @@ def _scales(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
     return arena[base + m.scale_offset :][: 4 * m.rows].view(torch.float32)
 
 
-def _eight(arena: Tensor, base: int, m: MatrixLayout) -> Weight:
-    turned = _signed(_bytes(arena, base, m)).permute(0, 5, 2, 1, 3, 4, 7, 6)
-    return Weight(turned.half().reshape(m.rows, -1)[:, : m.cols], _scales(arena, base, m))
+def _eight(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
+    stored, scales = _bytes(arena, base, m), _scales(arena, base, m)
+
+    def read() -> Weight:
+        turned = _signed(stored).permute(0, 5, 2, 1, 3, 4, 7, 6)
+        return Weight(_true(turned.half().reshape(m.rows, -1), m), scales)
+
+    return read
 
 
-def _four(arena: Tensor, base: int, m: MatrixLayout) -> Weight:
+def _four(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
     """Levels less zeros, times scales, rounded to fp16."""
     words, each = m.panel * m.lanes // 2, m.panel * m.lanes // m.group
     size = words + each * (2 if m.zero_offset < 0 else 3)
     shape = (m.rows // m.panel, m.cols_padded // m.lanes, size)
     slabs = arena[base + m.offset :][: math.prod(shape)].view(shape)
     pairs = slabs[..., :words].unflatten(-1, (2, 8, 4, 2, 2, 2, 2))  # f, g, q, j, h, e, t
-    level = torch.stack([pairs & 15, pairs >> 4], -1)  # ..., s
-    # tile, slab, f, g, q, j, h, e, t, s to tile, h, g, slab, f, j, q, s, t, e
-    level = level.permute(0, 6, 3, 1, 2, 5, 4, 9, 8, 7).reshape(m.rows, m.groups, -1).half()
 
     def numbers(at: int, size: int, kind: torch.dtype) -> Tensor:
         found = slabs[..., at : at + size * each].contiguous().view(kind)
         found = found.unflatten(-1, (8, m.lanes // m.group, 2))  # tile, slab, g, group, h
         return found.permute(0, 4, 2, 1, 3).reshape(m.rows, m.groups, 1)
 
-    zero = 8 if m.zero_offset < 0 else numbers(m.zero_offset, 1, torch.uint8).half()
-    value = (level - zero) * numbers(m.scale_offset, 2, torch.float16)
-    return Weight(value.view(m.rows, -1)[:, : m.cols])
+    def read() -> Weight:
+        level = torch.stack([pairs & 15, pairs >> 4], -1)  # ..., s
+        # tile, slab, f, g, q, j, h, e, t, s to tile, h, g, slab, f, j, q, s, t, e
+        level = level.permute(0, 6, 3, 1, 2, 5, 4, 9, 8, 7).reshape(m.rows, m.groups, -1).half()
+        zero = 8 if m.zero_offset < 0 else numbers(m.zero_offset, 1, torch.uint8).half()
+        value = (level - zero) * numbers(m.scale_offset, 2, torch.float16)
+        return Weight(_true(value.view(m.rows, -1), m))
+
+    return read
 
 
-MATRICES: dict[str, Callable[[Tensor, int, MatrixLayout], Weight]] = {
+READERS: dict[str, Callable[[Tensor, int, MatrixLayout], Reader]] = {
     "bf16": _sixteen, "fp16": _sixteen, "int8": _eight, "w4a16": _four,
 }  # fmt: skip
 
 
 def readable(m: MatrixLayout) -> bool:
-    """Whether `matrix` reads how it is stored."""
-    return m.fragments and m.format in MATRICES
+    """Whether `reader` reads how it is stored."""
+    return m.fragments and m.format in READERS
 
 
-def matrix(arena: Tensor, base: int, m: MatrixLayout) -> Weight:
-    """A matrix whose part of the arena begins at `base`; raises `UserError` naming a format that
+def reader(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
+    """Of a matrix whose part of the arena begins at `base`; raises `UserError` naming a format that
     is not read here.
     """
     if not readable(m):
         raise UserError(f"{m.name} is stored as {m.format}: its prompts run in the kernel")
-    return MATRICES[m.format](arena, base, m)
+    return READERS[m.format](arena, base, m)
 
 
 def rows_of(arena: Tensor, base: int, m: MatrixLayout, which: Tensor) -> Tensor:
