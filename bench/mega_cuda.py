@@ -1,11 +1,13 @@
 """The CUDA megakernel on a device: is it right, how fast is it, what does each choice cost?
 
     python bench/mega_cuda.py check                      # small models against float64
-    python bench/mega_cuda.py time NAME[:BATCH[:CONTEXT[:CHANGES]]] ...
+    python bench/mega_cuda.py time NAME[:BATCH[:CONTEXT[:CHANGES[:FORMAT]]]] ...
     python bench/mega_cuda.py torch NAME[:BATCH[:CONTEXT]] ...
+    python bench/mega_cuda.py build [SPECS]              # compile alone; without SPECS for check
 
 Times are of one launch of 128 greedy steps from CONTEXT on (default 512), whole model, random
-weights; CHANGES are fields of `GpuTiling`, `stages=12+kv_pieces=4`. The baseline is a bf16 decode
+weights; CHANGES are fields of `GpuTiling`, `stages=12+kv_pieces=4`; FORMAT is bf16 (default), fp16,
+int8, w4a16 or w4a16.64 (groups). The baseline is a bf16 decode
 step in torch, compiled, in a CUDA graph. Results go to --json FILE.
 """
 
@@ -34,8 +36,9 @@ from obelisk.mega.cuda import emit_cuda
 from obelisk.plan import Plan
 from obelisk.runtime.cuda import CudaSession
 from obelisk.runtime.cuda_driver import Device
+from obelisk.runtime.cuda_driver import check as driver_check
 from obelisk.schedule.gpu import default_tiling
-from obelisk.tasks import Family, ModelConfig, Rope, WeightFormat, Workload
+from obelisk.tasks import Family, ModelConfig, Rope, Workload, parse_weights
 
 STEPS, LAUNCHES = 128, 7
 SHAPES = {  # layers, hidden, heads, kv heads, head_dim, ffn, vocab, qk norm, qkv bias
@@ -76,15 +79,16 @@ def ada(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> P
 
 def plan_for(spec: str, machine: Machine) -> Plan:
     """The plan of a spec; changes that begin with `ada` are for the budget of sm_89."""
-    name, batch, context, changes = parts(spec)
-    work = Workload(batch, context + STEPS, WeightFormat.BF16)
+    name, batch, context, changes, form = parts(spec)
+    kind, group = parse_weights(form.replace(".", ":"))
+    work = Workload(batch, context + STEPS, kind, group or 128)
     if changes.startswith("ada"):
         return ada(shape(name), work, changes.removeprefix("ada").lstrip("+"), machine)
     return planned(shape(name), work, changes, machine)
 
 
-def check(machine: Machine) -> list[dict[str, Any]]:
-    """All small models."""
+def check(machine: Machine, run: bool = True) -> list[dict[str, Any]]:
+    """All small models; built alone where not `run`."""
 
     def make(case: tuple[str, int, str, str]) -> Plan | Exception:
         try:
@@ -94,8 +98,8 @@ def check(machine: Machine) -> list[dict[str, Any]]:
 
     with ThreadPoolExecutor(16) as pool:
         plans = list(pool.map(make, CASES))
-    rows = []
-    for case, plan in zip(CASES, plans, strict=True):
+    rows: list[dict[str, Any]] = []
+    for case, plan in zip(CASES if run else [], plans if run else [], strict=True):
         try:
             if isinstance(plan, Exception):
                 raise plan
@@ -109,27 +113,50 @@ def check(machine: Machine) -> list[dict[str, Any]]:
 
 
 # ---- time ----
-def random_arena(plan: Plan) -> Any:
-    """Random weights on the device, gains of one."""
-    import torch
-
-    layout = plan.layout
-    arena = torch.empty(layout.total_bytes, dtype=torch.uint8, device="cuda")
-    kind = torch.bfloat16 if plan.workload["weights"] == "bf16" else torch.float16
-    for at in range(0, arena.numel(), 1 << 28):
-        arena[at : at + (1 << 28)].view(kind).normal_(0, 0.02)
+def random_arena(plan: Plan) -> int:
+    """The address of random weights on the device, gains of one. A pattern of 32 MB is repeated;
+    8-bit and 4-bit matrices and their scales are laid over it.
+    """
+    device, layout = Device(), plan.layout
+    draws = np.random.default_rng(0).standard_normal(1 << 24, np.float32) * np.float32(0.02)
+    if plan.workload["weights"] == "bf16":
+        pattern = (draws.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        pattern = draws.astype(np.float16).view(np.uint16)
+    arena = device.allocate(layout.total_bytes)
+    device.upload(arena, pattern[: layout.total_bytes // 2])
+    at = pattern.nbytes
+    while at < layout.total_bytes:
+        size = min(at, layout.total_bytes - at)
+        driver_check(device.cu.cuMemcpyDtoD(arena + at, arena, size), "copying the pattern")
+        at += size
     places = [(0, v) for v in layout.vectors]
     for i in range(layout.layers):
         places += [(layout.layer_offset + i * layout.layer_bytes, v) for v in layout.layer_vectors]
+    ones = np.ones(max(v.size for _, v in places), np.float32)
     for base, v in places:
-        arena[base + v.offset : base + v.offset + 4 * v.size].view(torch.float32).fill_(1.0)
-    torch.cuda.synchronize()
+        device.upload(arena + base + v.offset, ones[: v.size])
+    rng = np.random.default_rng(1)
+    for m in (*layout.matrices, *layout.layer_matrices):
+        if m.format not in ("int8", "w4a16"):
+            continue
+        levels = rng.integers(0, 256, m.nbytes, np.uint8)
+        if m.format == "w4a16":
+            slabs = levels.reshape(-1, m.slab_bytes)
+            numbers = slabs.shape[1] - m.scale_offset
+            slabs[:, m.scale_offset :] = np.full(numbers // 2, 0.004, np.float16).view(np.uint8)
+        inner = m not in layout.matrices
+        for i in range(layout.layers if inner else 1):
+            base = arena + (layout.layer_offset + i * layout.layer_bytes if inner else 0)
+            device.upload(base + m.offset, levels)
+            if m.format == "int8":
+                device.upload(base + m.scale_offset, np.full(m.rows, 3e-4, np.float32))
     return arena
 
 
-def time_one(spec: str, plan: Plan, arena: Any, context: int) -> dict[str, Any]:
+def time_one(spec: str, plan: Plan, arena: int, context: int) -> dict[str, Any]:
     """Microseconds of one step: the median launch, and the spread."""
-    session = CudaSession(plan, int(arena.data_ptr()))
+    session = CudaSession(plan, arena)
     runs = []
     for _ in range(LAUNCHES):
         session.position[:] = context
@@ -144,9 +171,7 @@ def time_one(spec: str, plan: Plan, arena: Any, context: int) -> dict[str, Any]:
         "tiling": plan.schedule["tiling"],
         "shared": plan.schedule["shared"],
     }  # fmt: skip
-    session.trace_room = 16 * plan.layout.layers
-    session.position[:] = context
-    session.launch([[1]] * plan.batch, [2] * plan.batch)
+    session.trace_room = 32 * plan.layout.layers
     session.position[:] = context
     session.launch([[1]] * plan.batch, [2] * plan.batch)
     phases: dict[str, list[float]] = {}
@@ -179,14 +204,14 @@ def layer_profile(spans: list[Any], layer: int) -> list[list[Any]]:
     return out
 
 
-def parts(spec: str) -> tuple[str, int, int, str]:
-    """NAME:BATCH:CONTEXT:CHANGES."""
-    name, batch, context, changes, *_ = [*spec.split(":"), "", "", "", ""]
-    return name, int(batch or 1), int(context or 512), changes
+def parts(spec: str) -> tuple[str, int, int, str, str]:
+    """NAME:BATCH:CONTEXT:CHANGES:FORMAT."""
+    name, batch, context, changes, form, *_ = [*spec.split(":"), "", "", "", ""]
+    return name, int(batch or 1), int(context or 512), changes, form or "bf16"
 
 
-def measure(specs: list[str], machine: Machine) -> list[dict[str, Any]]:
-    """Build all in parallel, then time one by one; weights are made once for each model."""
+def measure(specs: list[str], machine: Machine, run: bool = True) -> list[dict[str, Any]]:
+    """Build all in parallel, then (`run`) time one by one; weights are made once for each model."""
 
     def make(spec: str) -> Plan | Exception:
         try:
@@ -198,16 +223,22 @@ def measure(specs: list[str], machine: Machine) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(16) as pool:
         plans = list(pool.map(make, specs))
     print(f"built {len(specs)} in {time.perf_counter() - start:.1f} s", flush=True)
-    rows, arena, made = [], None, ""
+    if not run:
+        return [{"spec": s, "raised": repr(p)[:300]} for s, p in zip(specs, plans, strict=True)
+                if isinstance(p, Exception)]  # fmt: skip
+    rows, arena, made = [], 0, ("", "")
     for spec, plan in zip(specs, plans, strict=True):
-        name, _, context, _ = parts(spec)
+        name, _, context, _, form = parts(spec)
         try:
             if isinstance(plan, Exception):
                 raise plan
-            if name != made:
-                arena = None
-                arena, made = random_arena(plan), name
+            if (name, form) != made:
+                if arena:
+                    Device().free(arena)
+                arena, made = random_arena(plan), (name, form)
+            began = time.perf_counter()
             row = time_one(spec, plan, arena, context)
+            row["took_s"] = round(time.perf_counter() - began, 2)
         except Exception as error:
             row = {"spec": spec, "raised": repr(error)[:300]}
         rows.append(row)
@@ -220,7 +251,7 @@ def measure(specs: list[str], machine: Machine) -> list[dict[str, Any]]:
 def main() -> None:
     """Run one part and write JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("check", "time", "torch"))
+    parser.add_argument("what", choices=("check", "time", "torch", "build"))
     parser.add_argument("specs", nargs="*")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -230,7 +261,8 @@ def main() -> None:
         rows = [baseline(SHAPES[parts(s)[0]], *parts(s)[:3]) for s in args.specs]
     else:
         machine = device_here()
-        rows = check(machine) if args.what == "check" else measure(args.specs, machine)
+        run = args.what != "build"
+        rows = measure(args.specs, machine, run) if args.specs else check(machine, run)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

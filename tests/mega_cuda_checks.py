@@ -18,11 +18,13 @@ from obelisk.base.errors import KernelFault
 from obelisk.machine import Machine
 from obelisk.plan import Plan
 from obelisk.runtime import CudaSession, Sampling
-from obelisk.runtime.packing import pack, stored
+from obelisk.runtime.gptq import Gptq, Grouped, unpack
+from obelisk.runtime.packing import GroupSource, dense_only, pack, stored
 from obelisk.schedule.gpu import GpuTiling, default_tiling, shared_plan
-from obelisk.tasks import ModelConfig, Workload, parse_config, parse_format
+from obelisk.tasks import ModelConfig, Workload, parse_config, parse_weights
 from obelisk.tasks.sampling import choose
 from tests.mega_cuda_models import MODELS, Rounded
+from tests.mega_gptq import quantised
 from tests.mega_models import random_tensors
 
 TOLERANCE, NEAR_TIE = 2e-2, 1e-2
@@ -31,7 +33,7 @@ DRAWS = (
     Sampling(0.9, 0, 1.0, 5), Sampling(1.5, 20, 1.0, 6), Sampling(1.0, 0, 0.7, 7),
     Sampling(2.0, 50, 0.5, 8),
 )  # fmt: skip
-CASES = [  # model, batch, weights, changes to the default tiling
+CASES = [  # model, batch, weights (with :zeros, groups have their own), changes to the tiling
     ("llama, groups of 4", 1, "bf16", ""),
     ("llama, groups of 4", 1, "fp16", "o_split=2+down_split=4"),
     ("llama, groups of 4", 4, "bf16", "bulk=0+chunk_cols=128+stages=12"),
@@ -43,7 +45,18 @@ CASES = [  # model, batch, weights, changes to the default tiling
     ("llama, no groups, biases, odd sizes", 1, "bf16", ""),
     ("llama, no groups, biases, odd sizes", 8, "bf16", "bulk=0+loader_warps=2"),
     ("qwen3, 24", 5, "bf16", ""),
+    ("llama, groups of 4", 1, "w4a16", ""),
+    ("llama, groups of 4", 4, "w4a16:32:zeros", "chunk_cols=128+o_split=2"),
+    ("qwen3, 128, groups of 2", 2, "w4a16:64", "bulk=0+chunk_cols=512"),
+    ("qwen2, groups of 7, tied", 3, "w4a16:64:zeros", "down_split=2"),
+    ("llama, groups of 8, 128", 8, "w4a16:zeros", "chunk_cols=384"),
+    ("llama, no groups, biases, odd sizes", 1, "w4a16", ""),
+    ("llama, groups of 4", 1, "int8", ""),
+    ("qwen2, groups of 7, tied", 2, "int8", "bulk=0+chunk_cols=256+down_split=2"),
+    ("llama, no groups, biases, odd sizes", 8, "int8", "chunk_cols=64"),
 ]
+FOUR = [c for c in CASES if c[2].startswith("w4a16")]
+INT8 = [c for c in CASES if c[2] == "int8"]
 Array = Any
 
 
@@ -68,8 +81,34 @@ def planned(model: ModelConfig, work: Workload, changes: str, machine: Machine) 
 def plan_of(case: tuple[str, int, str, str], machine: Machine) -> Plan:
     """The plan of one of `CASES`."""
     name, batch, form, changes = case
-    work = Workload(batch, CONTEXT, parse_format(form))
+    plain, _, _ = form.partition(":zeros")
+    parsed, group = parse_weights(plain)
+    work = Workload(batch, CONTEXT, parsed, group or 128, form.endswith(":zeros"))
     return planned(parse_config(MODELS[name]), work, changes, machine)
+
+
+def groups_of(tensors: dict[str, Array], form: str, group: int) -> GroupSource:
+    """Groups with zeros of their own for a form that has them, as a GPTQ checkpoint stores them."""
+    if not form.endswith(":zeros"):
+        return dense_only
+    rng = np.random.default_rng(7)
+    known: dict[str, Grouped] = {}
+
+    def read(name: str) -> Grouped | None:
+        if not name.endswith("_proj.weight"):
+            return None
+        if name not in known:
+            w = tensors[name]
+            rows, cols = -(-w.shape[0] // 8) * 8, -(-w.shape[1] // 8) * 8
+            wide = np.zeros((rows, cols), np.float32)  # whole words
+            wide[: w.shape[0], : w.shape[1]] = w
+            parts, _ = quantised(wide, group, False, 1, rng)
+            g = unpack("x", lambda n: parts[n.removeprefix("x.")], Gptq(group, False), None)
+            q = np.ascontiguousarray(g.q[: w.shape[0], : w.shape[1]])
+            known[name] = Grouped(q, g.scale[: w.shape[0]], g.zero[: w.shape[0]], group)
+        return known[name]
+
+    return read
 
 
 class _Check:
@@ -80,9 +119,11 @@ class _Check:
         self.steps = steps
         self.config = MODELS[name]
         tensors = random_tensors(self.config, 1)
-        source = stored(plan.layout, tensors.__getitem__)
+        grouped = groups_of(tensors, form, plan.workload.get("group", 0))
+        source = stored(plan.layout, tensors.__getitem__, grouped)
         weights = {k: source(k) for k in tensors}
-        self.session = CudaSession(plan, pack(plan.layout, tensors.__getitem__), spin_seconds=2.0)
+        arena = pack(plan.layout, tensors.__getitem__, grouped)
+        self.session = CudaSession(plan, arena, spin_seconds=2.0)
         self.session.keep_logits = True
         pieces = plan.schedule["tiling"]["kv_pieces"]
         self.refs = [Rounded(self.config, weights, form, pieces) for _ in range(self.batch)]

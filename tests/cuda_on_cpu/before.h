@@ -119,6 +119,7 @@ static float twin_wide(t32 u, bool bf16) {
 static void ptx_pack_bf16(t32 &r, float hi, float lo) { r = twin_bf16(hi) << 16 | twin_bf16(lo); }
 static void ptx_pack_f16(t32 &r, float hi, float lo) { r = twin_f16(hi) << 16 | twin_f16(lo); }
 static void ptx_unpack_f16(float &a, float &b, t32 x) { a = twin_wide(x & 0xffff, false), b = twin_wide(x >> 16, false); }
+static void ptx_unpack_f16(float &a, t32 x) { a = twin_wide(x & 0xffff, false); }
 static void ptx_ex2(float &r, float x) { r = exp2f(x); }
 static void ptx_st64(void *at, t64 v) { memcpy(at, &v, 8); }
 static void ptx_st64x2(void *at, t64 a, t64 b) { memcpy(at, &a, 8), memcpy((char *)at + 8, &b, 8); }

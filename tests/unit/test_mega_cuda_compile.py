@@ -28,22 +28,27 @@ MODEL = parse_config(MODELS["qwen3, 24"])
 WORK = Workload(1, 64, WeightFormat.BF16)
 
 
-def emitted(name: str) -> EmittedCuda:
+def emitted(name: str, work: Workload = WORK) -> EmittedCuda:
     """The kernel of the smallest model for a machine."""
     machine = find(name)
-    return emit_cuda(MODEL, WORK, default_tiling(MODEL, WORK, machine), machine)
+    return emit_cuda(MODEL, work, default_tiling(MODEL, work, machine), machine)
 
 
-def test_every_architecture_within_its_limits() -> None:
+@pytest.mark.parametrize(
+    "work",
+    [WORK, Workload(1, 64, WeightFormat.INT8), Workload(2, 64, WeightFormat.W4A16, 64, True)],
+    ids=lambda w: w.weights.value,
+)
+def test_every_architecture_within_its_limits(work: Workload) -> None:
     """sm_80, 86, 89, 90a, 100a and 120: registers without spills, shared memory as planned."""
 
     def one(name: str) -> tuple[str, Resources]:
-        return name, compile_cuda(emitted(name).source, find(name).arch).resources
+        return name, compile_cuda(emitted(name, work).source, find(name).arch).resources
 
     with ThreadPoolExecutor(2) as pool:
         built = dict(pool.map(one, MACHINES))
     for name in MACHINES:
-        machine, plan, r = find(name), emitted(name), built[name]
+        machine, plan, r = find(name), emitted(name, work), built[name]
         assert r.spill_stores == r.spill_loads == 0, f"{name}: {r}"
         assert r.shared <= plan.shared.misc
         assert plan.shared.dynamic + r.shared <= machine.shared_bytes

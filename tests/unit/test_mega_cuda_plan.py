@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.mega_models import config, save_model
+from tests.mega_gptq import save_gptq
+from tests.mega_models import config, random_tensors, save_model
 from typer.testing import CliRunner
 
 from obelisk.__main__ import app
@@ -25,6 +26,7 @@ from obelisk.machine import find
 from obelisk.plan import HostIdentity, Plan, read_plan, write_plan
 from obelisk.runtime import load_session
 from obelisk.runtime.cuda import CudaLaunch, CudaSession, _seconds, gpu_refusal
+from obelisk.runtime.session import packed_weights
 from obelisk.schedule import Sync, place
 from obelisk.schedule.gpu import default_tiling
 from obelisk.schedule.vm import VirtualMachine
@@ -222,6 +224,39 @@ def test_what_does_not_compile_is_left_out(stand: Path, monkeypatch: pytest.Monk
     calls.clear()
     with pytest.raises(Infeasible, match="spills 400 bytes"):
         synthesise_cuda(stand, WORK, H200, profile=1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "symmetric", "group"),
+    [("w4a16", True, 64), ("w4a16:32", False, 32), ("int8", True, 32)],
+)
+def test_narrow_weights_become_plans(
+    stand: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, symmetric: bool,
+    group: int,
+) -> None:  # fmt: skip
+    """A GPTQ checkpoint with groups and zeros of its own, by the command line; any format can be
+    made of it.
+    """
+    monkeypatch.setattr(synth_cuda, "matching_device", lambda machine, blocks: None)
+    folder, out = tmp_path / "gptq", tmp_path / "plan"
+    save_gptq(folder, CONFIG, random_tensors(CONFIG, 1), group=group, symmetric=symmetric)
+    done = CliRunner().invoke(
+        app, ["synth", str(folder), "--device", "sm_90a", "--context", "64", "-o", str(out),
+              "--weights", weights, "--profile", "2"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    plan = read_plan(out)
+    layers, outer = plan.layout.layer_matrices, plan.layout.matrices
+    assert {m.format for m in layers} == {weights.partition(":")[0]}
+    assert plan.cache.format == "fp16"
+    if weights == "int8":
+        assert {m.format for m in outer} == {"int8"}
+        return
+    assert {m.format for m in outer} == {"fp16"}
+    assert {m.group for m in layers} == {group}
+    assert all((m.zero_offset < 0) == symmetric for m in layers)
+    arena = packed_weights(plan, folder)
+    assert arena.nbytes == plan.layout.total_bytes
 
 
 def test_the_command_line_compiles_for_a_gpu_that_is_not_here(stand: Path, tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_a_search_without_time_still_answers() -> None:
     best, account = search_gpu(model, bf16(), ADA, keep=2, judged=0, seconds=0.0)
     assert best[0].tiling == default_tiling(model, bf16(), ADA)
     assert not account.finished
-    with pytest.raises(Infeasible, match="weights as bf16, fp16, not fp32"):
+    with pytest.raises(Infeasible, match="int8, w4a16, not fp32"):
         search_gpu(model, Workload(), ADA)
 
 

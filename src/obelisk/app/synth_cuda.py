@@ -156,7 +156,7 @@ def make_cuda_plan(
         layout=emitted.layout,
         cache=CacheLayout(
             model.layers, work.batch, model.kv_heads, work.context, model.head_dim,
-            work.weights.value,
+            "bf16" if work.weights is WeightFormat.BF16 else "fp16",
         ),
         scratch_bytes=emitted.exchanged,
         frequencies=tuple(float(f) for f in inverse_frequencies(model.rope, model.head_dim)),
@@ -227,7 +227,7 @@ def judge_gpu(
     `JUDGED` weights.
     """
     plan = session.plan
-    if plan.layout.total_bytes / 2 > JUDGED:
+    if plan.layout.total_bytes / work.weight_bytes > JUDGED:
         return None
     plain = Workload(work.batch, work.context, WeightFormat.FP32)
     machine = VirtualMachine(place(StepShape(model, plain, Tiling()), Sync.COUNTER), source)
@@ -293,7 +293,7 @@ def synthesise_cuda(
             best = (0.0, plan)
             break
         if arena is None:
-            arena = pack(plan.layout, weights.tensor, raw=weights.raw)
+            arena = pack(plan.layout, weights.tensor, weights.grouped, weights.raw)
         session = CudaSession(plan, arena)
         seconds = time_gpu(session)
         session.close()
@@ -306,7 +306,9 @@ def synthesise_cuda(
     if device is not None:
         listener.update("judge", {"schedule": plan.schedule["tiling"]})
         session = CudaSession(plan, arena)
-        tolerance = judge_gpu(session, model, work, stored(plan.layout, weights.tensor))
+        tolerance = judge_gpu(
+            session, model, work, stored(plan.layout, weights.tensor, weights.grouped)
+        )
         session.close()
         measured = {
             "step_seconds": seconds, "position": work.context // 2, "batch": work.batch,

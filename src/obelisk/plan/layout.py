@@ -20,6 +20,17 @@ With `fragments` (panel 16, lanes 32), the 512 elements of 16 rows by 32 columns
 lanes read the A operand of two steps of m16n8k16: of row 8 h + g, column 8 q + 4 s + 2 t + e, at
 
     256 s + 8 (4 g + q) + 4 t + 2 h + e            (lane 4 g + q, step s, register 2 t + h)
+
+int8 then takes a byte of sign and seven bits of size for each: with w = 4 (4 g + q) + 2 s + h and
+
+    bit 15 + 16 e of word w: the sign for t = 0, bits 16 e to 16 e + 6 the size
+    bit 7 + 16 (1 - e): the sign for t = 1, bits 8 + 16 e to 14 + 16 e the size
+
+w4a16 has lanes 128, in *slabs* of 16 rows by 128 columns: 256 words, then the groups' scales, then
+their zeros. Columns 64 f + 32 j + 8 q + 4 s + 2 t + e of rows 8 h + g lie in
+
+    word 128 f + 4 (4 g + q) + 2 j + h, bits 16 e + 8 t + 4 s to 16 e + 8 t + 4 s + 3
+    scale (fp16) and zero (u8) of group i of the slab: element 2 (i + g * 128 / group) + h
 """
 
 from __future__ import annotations
@@ -73,9 +84,10 @@ class MatrixLayout:
         format: fp32, bf16, fp16, int8 or w4a16.
         offset: bytes from the start of its part of the arena.
         scale_offset: int8: bytes to its `rows` fp32 scales; w4a16: to its `rows` * `groups` fp16
-            scales; else -1.
+            scales (with `fragments` from the start of a slab); else -1.
         group: w4a16 alone: columns that share a scale; else 0.
-        zero_offset: w4a16 alone: bytes to its uint8 zeros; -1: every zero is 8.
+        zero_offset: w4a16 alone: bytes to its uint8 zeros (with `fragments` from the start of a
+            slab); -1: every zero is 8.
         fragments: whether each block of 16 by 32 is stored as tensor cores read it.
     """
 
@@ -99,8 +111,16 @@ class MatrixLayout:
         return -(-self.cols_padded // self.group) if self.group else 0
 
     @property
+    def slab_bytes(self) -> int:
+        """w4a16 with `fragments`: bytes of 16 rows by 128 columns, scales and zeros included."""
+        numbers = self.panel * self.lanes // self.group
+        return self.panel * self.lanes // 2 + numbers * (2 if self.zero_offset < 0 else 3)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the weights alone, without scales and zeros."""
+        """Bytes of the weights, without the scales and zeros that lie apart from them."""
+        if self.fragments and self.group:
+            return self.rows // self.panel * (self.cols_padded // self.lanes) * self.slab_bytes
         return self.rows * self.cols_padded * BITS[self.format] // 8
 
 

@@ -124,6 +124,44 @@ def fragments(x: Array) -> Array:
     return np.ascontiguousarray(turned).reshape(*x.shape[:-2], 512)
 
 
+def signed_fragments(q: Array, m: MatrixLayout) -> Array:
+    """int8 weights (rows, cols) as the layout's words of signs and sizes, with `fragments`."""
+    size = np.abs(q.astype(np.int16)).astype(np.uint32)
+    both = fragments(_panels(size | (q < 0).astype(np.uint32) << 7, m, m.cols_padded))
+    cut = both.reshape(*both.shape[:-1], 2, 32, 2, 2, 2)  # ..., s, lane, t, h, e
+    sign, size = cut >> 7, cut & 127
+    out = np.zeros((*cut.shape[:-3], 2), np.uint32)  # ..., s, lane, h
+    for e in range(2):
+        out |= sign[..., 0, :, e] << (15 + 16 * e) | size[..., 0, :, e] << (16 * e)
+        out |= sign[..., 1, :, e] << (7 + 16 * (1 - e)) | size[..., 1, :, e] << (8 + 16 * e)
+    return np.ascontiguousarray(np.moveaxis(out, -3, -2))  # lane, s, h
+
+
+def slabs(g: Grouped, m: MatrixLayout) -> Array:
+    """4-bit groups as the layout's slabs of 16 rows by 128 columns, with `fragments`."""
+    wide = np.zeros((m.rows, m.cols_padded), np.uint8)
+    wide[: g.q.shape[0], : g.q.shape[1]] = g.q
+    # tile, h, g, slab, f, j, q, s, t, e
+    cut = wide.reshape(-1, 2, 8, m.cols_padded // m.lanes, 2, 2, 4, 2, 2, 2)
+    cut = cut.transpose(0, 3, 4, 2, 6, 5, 1, 9, 8, 7)  # tile, slab, f, g, q, j, h, e, t, s
+    low = np.ascontiguousarray(cut[..., 1]) << 4 | cut[..., 0]  # bytes: t within e
+    out = np.empty((*cut.shape[:2], m.slab_bytes), np.uint8)
+    out[..., : m.panel * m.lanes // 2] = low.reshape(*cut.shape[:2], -1)
+
+    def numbers(x: Array) -> Array:
+        full = np.zeros((m.rows, m.groups), x.dtype)
+        full[: x.shape[0], : x.shape[1]] = x
+        each = full.reshape(-1, 2, 8, cut.shape[1], m.lanes // m.group)  # tile, h, g, slab, i
+        turned = np.ascontiguousarray(each.transpose(0, 3, 2, 4, 1))
+        return turned.reshape(*cut.shape[:2], -1).view(np.uint8)
+
+    scales = numbers(g.scale)
+    out[..., m.scale_offset : m.scale_offset + scales.shape[-1]] = scales
+    if m.zero_offset >= 0:
+        out[..., m.zero_offset :] = numbers(g.zero)
+    return out
+
+
 def words(q: Array, m: MatrixLayout) -> Array:
     """4-bit weights (rows, cols) as the layout's uint32 words."""
     wide = np.zeros((m.rows, m.cols_padded), np.uint8)
@@ -183,9 +221,13 @@ def _four_bits(
     def gather(field: str, width: int, kind: Any) -> Array:
         return _gather(m.blocks, layer, lambda n: getattr(part(n), field), (width,), kind)
 
-    _place(arena, base + m.offset, words(gather("q", m.cols, np.uint8), m))
-    groups = -(-m.cols // m.group)
+    q, groups = gather("q", m.cols, np.uint8), -(-m.cols // m.group)
     scale = gather("scale", groups, np.float16)
+    if m.fragments:
+        zero = gather("zero", groups, np.uint8)
+        _place(arena, base + m.offset, slabs(Grouped(q, scale, zero, m.group), m))
+        return
+    _place(arena, base + m.offset, words(q, m))
     _place(arena, base + m.scale_offset, by_panel(scale, m, np.float16))
     if m.zero_offset >= 0:
         zero = gather("zero", groups, np.uint8)
@@ -205,6 +247,9 @@ def _matrix(
         full = np.ones(m.rows, np.float32)
         full[: scale.size] = scale
         _place(arena, base + m.scale_offset, full)
+        if m.fragments:
+            _place(arena, base + m.offset, signed_fragments(w, m))
+            return
     elif m.format == "bf16":
         w = to_bf16(w)
     elif m.format == "fp16":

@@ -6,7 +6,9 @@ emitter (`mega.cuda`) refuses what does not fit and names the limit.
 
 Words: a *tile* is `rows` rows of a weight matrix over all of its columns; a *unit* is a tile's part
 along K (the whole tile where the split is 1) and belongs to one block; a *chunk* is `chunk_cols`
-columns of a unit, one copy into one slot of the block's ring, and is multiplied by one warp.
+columns of a unit, one copy into one slot of the block's ring. A chunk is multiplied by one warp, or
+in equal *cuts* by several. A *slab* is the least part of a chunk: 16 rows by so many columns that
+they end with a group of 4-bit weights, scales and all (`slab_of`).
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ from obelisk.base.errors import Infeasible
 from obelisk.machine import Feature, Machine
 from obelisk.plan.layout import align
 from obelisk.tasks.config import ModelConfig
-from obelisk.tasks.workload import Workload
+from obelisk.tasks.workload import WeightFormat, Workload
 
 K_BLOCK = 32  # columns that a lane's 16-byte load of inputs covers: two steps of m16n8k16
 TILE_ROWS = 16  # the m of m16n8k16: weight rows are its rows, slots its columns
-WEIGHT_BYTES = 2  # bf16 and fp16
+WEIGHT_BYTES = 2  # of an input of a product, a key or a value: bf16 or fp16
+FOUR_COLS = 128  # columns of a slab of 4-bit weights: a whole number of groups of any size
 MAX_HEADS = 8  # query heads that attention takes at a time: the n of m16n8k16
 MAX_STAGES = 64
+CUTS = (1, 2, 4, 8)  # parts of a chunk, each for one warp
+SLAB_COST, FLUSH_COST = 2.0, 12.0  # of 32 columns, and of handing sums over, in multiplications
+SUMS_ROOM = 24 * 1024  # bytes of sums between warps that cuts may take
 MISC_BYTES = 4096  # static shared memory: mbarriers, sums of squares, tokens, bins of a draw
 BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
 IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the other traffic
@@ -51,7 +57,7 @@ class GpuTiling:
 
     Attributes:
         blocks: thread blocks, one an SM; all must be resident at a time.
-        chunk_cols: columns of a chunk, a multiple of 32.
+        chunk_cols: columns of a chunk of a layer's matrix, a multiple of `slab_cols`.
         stages: slots of the ring of chunks.
         in_flight: chunks that may be on their way at a time; the ring holds what has landed.
         warps: consumer warps.
@@ -67,6 +73,8 @@ class GpuTiling:
             values would come later behind more of them.
         staged: warps whose first 16 positions of the block's piece of the context are copied into
             shared memory at the beginning of a layer; 0: read when attention begins. Not measured.
+        slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
+        head_bytes: 16 rows by 32 columns of the head, which may be of another format.
         rows: rows of a tile; 16 (the tensor cores' m).
     """
 
@@ -84,12 +92,28 @@ class GpuTiling:
     barriers: tuple[str, ...] = ()
     in_flight_waiting: int = 2
     staged: int = 0
+    slab_cols: int = K_BLOCK
+    slab_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
+    head_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
     rows: int = TILE_ROWS
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a slot of the ring."""
-        return self.rows * self.chunk_cols * WEIGHT_BYTES
+        return align(self.chunk_cols // self.slab_cols * self.slab_bytes, 128)
+
+    @property
+    def head_cols(self) -> int:
+        """Columns of a chunk of the head: as many as a slot of the ring holds."""
+        return self.chunk_bytes // self.head_bytes * K_BLOCK
+
+    def padded(self, cols: int) -> int:
+        """Columns of a layer's matrix as stored, and of its inputs."""
+        return align(cols, self.slab_cols)
+
+    def splits(self, cols: int) -> tuple[int, ...]:
+        """Parts that a layer's matrix can be split in along K: see `legal_splits`."""
+        return legal_splits(cols, unit=self.slab_cols)
 
     @property
     def threads(self) -> int:
@@ -103,6 +127,34 @@ class GpuTiling:
     def to_json(self) -> dict[str, Any]:
         """A JSON object of the fields."""
         return {**asdict(self), "barriers": list(self.barriers)}
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How a product's units are cut.
+
+    Attributes:
+        units: of all blocks.
+        slabs: of a unit.
+        chunk: slabs of a chunk.
+        cuts: parts of a chunk, each multiplied by one warp.
+    """
+
+    units: int
+    slabs: int
+    chunk: int
+    cuts: int
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a unit."""
+        return -(-self.slabs // self.chunk)
+
+    @property
+    def pieces(self) -> int:
+        """What the warps share of a unit."""
+        last = self.slabs - (self.chunks - 1) * self.chunk
+        return (self.chunks - 1) * self.cuts + -(-last // (self.chunk // self.cuts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +203,27 @@ def up_tiles(model: ModelConfig) -> int:
     return -(-model.ffn // (TILE_ROWS // 2))
 
 
-def legal_splits(cols: int, limit: int = 16) -> tuple[int, ...]:
-    """Parts that a matrix of `cols` columns can be split in along K: equal, whole blocks of 32."""
-    blocks = k_padded(cols) // K_BLOCK
+def slab_of(form: WeightFormat, group: int = 0, zeros: bool = False) -> tuple[int, int]:
+    """Columns and bytes of a slab of a format: 16 rows of weights, for 4 bits the groups' scales
+    (fp16) and zeros (bytes) behind them.
+    """
+    if form is WeightFormat.W4A16:
+        numbers = TILE_ROWS * (FOUR_COLS // group)
+        return FOUR_COLS, TILE_ROWS * FOUR_COLS // 2 + numbers * (3 if zeros else 2)
+    size = 1 if form is WeightFormat.INT8 else WEIGHT_BYTES  # fp32: no kernel has it
+    return K_BLOCK, TILE_ROWS * K_BLOCK * size
+
+
+def slabs_of(work: Workload) -> tuple[int, int, int]:
+    """A tiling's `slab_cols`, `slab_bytes` and `head_bytes` for a workload."""
+    return *slab_of(work.weights, work.group, work.zeros), slab_of(work.weights.outer)[1]
+
+
+def legal_splits(cols: int, limit: int = 16, unit: int = K_BLOCK) -> tuple[int, ...]:
+    """Parts that a matrix of `cols` columns can be split in along K: equal, of whole units (32
+    columns, or those of a slab).
+    """
+    blocks = align(cols, unit) // unit
     return tuple(s for s in range(1, limit + 1) if blocks % s == 0)
 
 
@@ -184,14 +254,52 @@ def attention_bytes(model: ModelConfig, warps: int) -> int:
     return 2 * rows * query_stride(model.head_dim) + 128 * blocks + sums
 
 
+def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]:
+    """Every product's cut, by name.
+
+    A block that has fewer chunks than warps, or a number that does not come out even, has each cut
+    in 2, 4 or 8 for as many warps, unless the sums that they leave would take too much room.
+    """
+    hidden = tile_count(model.hidden)
+    sizes = {  # units, columns of one
+        "qkv": (tile_count(model.q_width + 2 * model.kv_width), t.padded(model.hidden)),
+        "o": (hidden * t.o_split, t.padded(model.q_width) // t.o_split),
+        "up": (up_tiles(model), t.padded(model.hidden)),
+        "down": (hidden * t.down_split, t.padded(model.ffn) // t.down_split),
+        "head": (tile_count(model.vocab), t.padded(model.hidden)),
+    }  # fmt: skip
+    out = {}
+    for name, (units, cols) in sizes.items():
+        slab = K_BLOCK if name == "head" else t.slab_cols
+        slabs = (t.head_cols if name == "head" else t.chunk_cols) // slab
+        most = -(-units // t.blocks)
+        best: tuple[float, Product] | None = None
+        for cut in CUTS:
+            if slabs % cut:
+                continue
+            p = Product(units, cols // slab, slabs, cut)
+            shares = min(p.pieces, t.warps)
+            room = 4 * TILE_ROWS * batch * shares * (t.stages // p.chunks + 2)
+            rounds = -(-most * p.pieces // t.warps)
+            flushes = most if p.pieces >= t.warps else rounds
+            cost = rounds * (slabs // cut) * slab / K_BLOCK * SLAB_COST + flushes * FLUSH_COST
+            if cut == 1 or (room <= SUMS_ROOM and (best is None or cost < best[0])):
+                best = (cost, p)
+        assert best is not None
+        out[name] = best[1]
+    return out
+
+
 def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     """What a tiling takes of a block's shared memory."""
-    parts = [k_padded(model.hidden), k_padded(model.q_width) // t.o_split,
-             k_padded(model.ffn) // t.down_split]  # fmt: skip
+    parts = [t.padded(model.hidden), t.padded(model.q_width) // t.o_split,
+             t.padded(model.ffn) // t.down_split]  # fmt: skip
     rows = work.batch * WEIGHT_BYTES * max(parts)
     inputs = align(max(rows, attention_bytes(model, t.warps)), 128)
-    chunks = [-(-p // t.chunk_cols) for p in parts]
-    window = max(min(c, t.warps) * (t.stages // c + 2) for c in chunks)
+    window = max(
+        min(p.pieces, t.warps) * (t.stages // p.chunks + 2)
+        for p in products(model, work.batch, t).values()
+    )
     sums = align(4 * TILE_ROWS * work.batch * window, 128)
     tiles = -(-tile_count(model.hidden) * max(t.o_split, t.down_split) // t.blocks) + 1
     residual = align(4 * TILE_ROWS * work.batch * tiles, 128)
@@ -201,6 +309,21 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
 
 def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> str | None:
     """The limit that a tiling exceeds on a machine, in words; None when it fits."""
+    if (t.slab_cols, t.slab_bytes, t.head_bytes) != slabs_of(work):
+        return f"slabs of {t.slab_bytes} bytes are not those of {work.weights}"
+    if t.chunk_cols < 1 or t.chunk_cols % t.slab_cols or t.rows != TILE_ROWS:
+        return (
+            f"a chunk of {t.rows} x {t.chunk_cols}: expected 16 rows and a multiple of "
+            f"{t.slab_cols}"
+        )
+    if t.head_cols < 1:
+        return f"a chunk of {t.chunk_bytes} bytes holds no columns of the head"
+    for name, cols, split in (("o", model.q_width, t.o_split), ("down", model.ffn, t.down_split)):
+        if split not in t.splits(cols):
+            return (
+                f"{name}: {cols} columns cannot be split in {split} equal parts of whole "
+                f"{t.slab_cols}s"
+            )
     plan = shared_plan(model, work, t)
     if plan.total > machine.shared_bytes:
         return (
@@ -217,25 +340,27 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
     if not 0 <= t.staged <= t.warps:
         return f"{t.staged} warps with staged positions, there are {t.warps}"
-    if t.chunk_cols % K_BLOCK or t.rows != TILE_ROWS:
-        return f"a chunk of {t.rows} x {t.chunk_cols}: expected 16 rows and a multiple of 32"
-    for name, cols, split in (("o", model.q_width, t.o_split), ("down", model.ffn, t.down_split)):
-        if split not in legal_splits(cols):
-            return f"{name}: {cols} columns cannot be split in {split} equal parts of whole 32s"
     if t.bulk and not machine.has(Feature.BULK_COPY):
         return f"{machine.name} has no copy engine"
     return None
 
 
-def _split(rows: int, cols: int, blocks: int, batch: int, room: int) -> int:
+def _split(rows: int, cols: int, blocks: int, unit: int, batch: int, room: int) -> int:
     """The fewest parts along K that balance the blocks and whose input rows fit in `room`."""
-    fits = [s for s in legal_splits(cols) if batch * WEIGHT_BYTES * k_padded(cols) // s <= room]
-    choices = fits or [legal_splits(cols)[-1]]
+    legal = legal_splits(cols, unit=unit)
+    fits = [s for s in legal if batch * WEIGHT_BYTES * align(cols, unit) // s <= room]
+    choices = fits or [legal[-1]]
     tiles = tile_count(rows)
     for s in choices:
         if imbalance(tiles, s, blocks) <= BALANCE:
             return s
     return min(choices, key=lambda s: (imbalance(tiles, s, blocks), s))
+
+
+def chunk_slabs(work: Workload) -> tuple[int, ...]:
+    """Slabs of a chunk of about 8, 4 and 2 KB: what is tried without a search."""
+    size = slabs_of(work)[1]
+    return tuple(max(1, round(kb * 1024 / size)) for kb in (8, 4, 2))
 
 
 def piece_width(length: int, pieces: int) -> int:
@@ -280,23 +405,28 @@ def default_tiling(
     room = machine.shared_bytes // 3
     bulk = machine.has(Feature.BULK_COPY)
     groups = work.batch * model.kv_heads
+    cols, size, outer = slabs_of(work)
     t = GpuTiling(
         blocks=count,
-        o_split=_split(model.hidden, model.q_width, count, work.batch, room),
-        down_split=_split(model.hidden, model.ffn, count, work.batch, room),
+        chunk_cols=cols,
+        o_split=_split(model.hidden, model.q_width, count, cols, work.batch, room),
+        down_split=_split(model.hidden, model.ffn, count, cols, work.batch, room),
         kv_pieces=max(1, min(8, count // groups)),
         bulk=bulk,
         loader_warps=1,
+        slab_cols=cols,
+        slab_bytes=size,
+        head_bytes=outer,
     )
-    for cols in (256, 128, 64):
-        t = replace(t, chunk_cols=cols, stages=MAX_STAGES)
+    for slabs in chunk_slabs(work):
+        t = replace(t, chunk_cols=slabs * cols, stages=MAX_STAGES)
         while t.stages > t.warps and shared_plan(model, work, t).total > machine.shared_bytes:
             t = replace(t, stages=t.stages - 1)
         if shared_plan(model, work, t).total <= machine.shared_bytes:
             break
     flight = max(2, min(t.stages, IN_FLIGHT_BYTES // t.chunk_bytes))
     h, q, f = model.hidden, model.q_width, model.ffn
-    layer = WEIGHT_BYTES * (h * (q + 2 * model.kv_width) + q * h + 3 * h * f) // count
+    layer = int(work.weight_bytes * (h * (q + 2 * model.kv_width) + q * h + 3 * h * f)) // count
     streamed = layer > STREAMED * t.stages * t.chunk_bytes
     t = replace(t, in_flight=flight, in_flight_waiting=flight if streamed else min(WAITING, flight))
     why = refuse(model, work, t, machine)

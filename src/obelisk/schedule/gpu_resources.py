@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from obelisk.machine import Feature, Machine, MachineKind
 from obelisk.plan.layout import align
 from obelisk.schedule.gpu import (
+    K_BLOCK,
     TILE_ROWS,
     WEIGHT_BYTES,
     GpuTiling,
     SharedPlan,
     k_padded,
-    legal_splits,
     refuse,
     shared_plan,
+    slab_of,
+    slabs_of,
     tile_count,
     up_tiles,
 )
@@ -85,19 +87,20 @@ def register_shares(t: GpuTiling, machine: Machine) -> tuple[int, int]:
     return each, each
 
 
-def weight_bytes(model: ModelConfig) -> tuple[int, int]:
+def weight_bytes(model: ModelConfig, work: Workload) -> tuple[int, int]:
     """Bytes of all matrices as the kernel stores them, and of those that a step reads."""
+    inner, size, outer = slabs_of(work)
 
-    def matrix(rows: int, cols: int) -> int:
-        return tile_count(rows) * TILE_ROWS * k_padded(cols) * WEIGHT_BYTES
+    def tiles(count: int, cols: int) -> int:
+        return count * -(-cols // inner) * size
 
     layer = (
-        matrix(model.q_width + 2 * model.kv_width, model.hidden)
-        + matrix(model.hidden, model.q_width)
-        + up_tiles(model) * TILE_ROWS * k_padded(model.hidden) * WEIGHT_BYTES
-        + matrix(model.hidden, model.ffn)
+        tiles(tile_count(model.q_width + 2 * model.kv_width), model.hidden)
+        + tiles(tile_count(model.hidden), model.q_width)
+        + tiles(up_tiles(model), model.hidden)
+        + tiles(tile_count(model.hidden), model.ffn)
     )  # fmt: skip
-    head = matrix(model.vocab, model.hidden)
+    head = tile_count(model.vocab) * align(model.hidden, inner) // K_BLOCK * outer
     step = layer * model.layers + head
     return step + (0 if model.tied else head), step
 
@@ -105,6 +108,10 @@ def weight_bytes(model: ModelConfig) -> tuple[int, int]:
 def _limit(step: GpuStep, machine: Machine) -> str:
     """The name of the limit that `gpu.refuse` found: the same conditions, in its order."""
     m, t = step.model, step.tiling
+    if t.chunk_cols < 1 or t.chunk_cols % t.slab_cols or t.head_cols < 1:
+        return "chunk"
+    if t.o_split not in t.splits(m.q_width) or t.down_split not in t.splits(m.ffn):
+        return "split"
     if shared_plan(m, step.work, t).total > machine.shared_bytes:
         return "shared memory"
     if t.blocks > machine.cores:
@@ -115,8 +122,6 @@ def _limit(step: GpuStep, machine: Machine) -> str:
         return "ring"
     if t.in_flight > t.stages:
         return "in flight"
-    if t.o_split not in legal_splits(m.q_width) or t.down_split not in legal_splits(m.ffn):
-        return "split"
     return "copy engine" if t.bulk and not machine.has(Feature.BULK_COPY) else "chunk"
 
 
@@ -153,7 +158,7 @@ def fit(step: GpuStep, machine: Machine, fusion: Fusion = EMITTED) -> Fit:
         machine.threads_per_core // t.threads, machine.blocks_per_core,
     )  # fmt: skip
     resident = machine.cores * each
-    total, read = weight_bytes(m)
+    total, read = weight_bytes(m, step.work)
     cache = 2 * WEIGHT_BYTES * m.layers * step.batch * m.kv_heads * step.work.context * m.head_dim
     words = 8 * sum(align(w, 16) for w in step.widths.values())
     limit, refusal = "", None
@@ -208,6 +213,7 @@ def stage_rows(
     difference between a pipeline and none (Ada-MK, arXiv 2605.11581, section 4.1).
     """
     out = []
+    slab, size = slab_of(work.weights, work.group, work.zeros)
     matrices = (("qkv", model.hidden), ("o", model.q_width), ("up", model.hidden),
                 ("down", model.ffn))  # fmt: skip
     for name, cols in matrices:
@@ -215,7 +221,7 @@ def stage_rows(
         for split in (1, 2, 4):
             part = k_padded(-(-wide // split))
             inputs = work.batch * WEIGHT_BYTES * part  # the part's own columns of the input rows
-            stage = rows * part * WEIGHT_BYTES
+            stage = rows * part * size // (TILE_ROWS * slab)
             room = machine.shared_bytes - inputs
             peak = inputs + 2 * stage
             out.append(StageRow(name, split, stage, max(0, room // stage), peak,

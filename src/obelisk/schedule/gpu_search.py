@@ -29,13 +29,13 @@ from obelisk.base.progress import Progress, Silent
 from obelisk.machine import Feature, Machine
 from obelisk.schedule.gpu import (
     EDGES,
-    K_BLOCK,
     MAX_STAGES,
     GpuTiling,
     default_tiling,
     imbalance,
     legal_splits,
     shared_plan,
+    slabs_of,
     tile_count,
     up_tiles,
 )
@@ -54,7 +54,8 @@ from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.tasks.config import ModelConfig
 from obelisk.tasks.workload import WeightFormat, Workload
 
-CHUNK_COLS = (64, 128, 256, 512)
+CHUNK_KB = (2, 4, 8, 16)
+LEAST_KB = 1  # tried only where nothing else may fit
 FLIGHTS = (32, 40, 48, 64, 96)  # KB
 WARPS = (4, 8, 16)
 WAITING = (1, 2, 4)  # chunks in flight while a block waits
@@ -64,7 +65,7 @@ FUSIONS = (
     EMITTED, Fusion(rope_apart=True), Fusion(combine_apart=True), Fusion(o_behind_attend=True),
     Fusion(down_behind_up=True),
 )  # fmt: skip
-FORMATS = (WeightFormat.BF16, WeightFormat.FP16)
+FORMATS = (WeightFormat.BF16, WeightFormat.FP16, WeightFormat.INT8, WeightFormat.W4A16)
 SIMULATED = 160  # at most, without a budget of seconds
 SAVE_EVERY = 16
 TIE = 3e-3  # a difference that the simulator cannot tell
@@ -128,10 +129,11 @@ def best_turn(step: GpuStep) -> int:
     return min((round(over, 9), r) for r, over in zip(turns, uneven(step, turns), strict=True))[1]
 
 
-def _splits(rows: int, cols: int, blocks: int) -> tuple[int, ...]:
+def _splits(rows: int, cols: int, blocks: int, unit: int) -> tuple[int, ...]:
     """Parts along K worth trying: none, and those that balance best and next best."""
+    tiles = tile_count(rows)
     ranked = sorted(
-        legal_splits(cols), key=lambda s: (round(imbalance(tile_count(rows), s, blocks), 3), s)
+        legal_splits(cols, unit=unit), key=lambda s: (round(imbalance(tiles, s, blocks), 3), s)
     )
     return tuple(sorted({1, *ranked[:2]}))
 
@@ -165,17 +167,20 @@ def space(
     """
     bulk = machine.has(Feature.BULK_COPY)
     groups = work.batch * model.kv_heads
-    o_splits = _splits(model.hidden, model.q_width, blocks)
-    down_splits = _splits(model.hidden, model.ffn, blocks)
+    slab, size, outer = slabs_of(work)
+    o_splits = _splits(model.hidden, model.q_width, blocks, slab)
+    down_splits = _splits(model.hidden, model.ffn, blocks, slab)
     pieces = [p for p in PIECES if p == 1 or p * groups <= 4 * blocks]
     turns: dict[tuple[int, int], int] = {}
     default = _default(model, work, machine, blocks)
     # Chunks so small that they cost are tried only where nothing else may fit.
-    widths = CHUNK_COLS if default else (K_BLOCK, *CHUNK_COLS)
+    sizes = CHUNK_KB if default else (LEAST_KB, *CHUNK_KB)
+    widths = sorted({max(1, kb * 1024 // size) * slab for kb in sizes})
     for cols, warps, o, down in product(widths, WARPS, o_splits, down_splits):
         t = GpuTiling(
             blocks, chunk_cols=cols, stages=warps, warps=warps, in_flight=2, o_split=o,
-            down_split=down, kv_pieces=1, rotate=0, bulk=bulk,
+            down_split=down, kv_pieces=1, rotate=0, bulk=bulk, slab_cols=slab, slab_bytes=size,
+            head_bytes=outer,
         )  # fmt: skip
         step = GpuStep(model, work, t)
         if (o, down) not in turns:

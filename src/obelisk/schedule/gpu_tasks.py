@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from obelisk.schedule.gpu import GpuTiling, k_padded, tile_count, up_tiles
+from obelisk.schedule.gpu import K_BLOCK, GpuTiling, tile_count, up_tiles
 from obelisk.tasks.config import ModelConfig
 from obelisk.tasks.kinds import Region
 from obelisk.tasks.workload import Workload
@@ -103,15 +103,22 @@ class GpuStep:
             GpuKind.QKV: m.hidden, GpuKind.UP: m.hidden, GpuKind.HEAD: m.hidden,
             GpuKind.O: m.q_width, GpuKind.DOWN: m.ffn,
         }.get(kind, 0)  # fmt: skip
-        return k_padded(width) // self.splits(kind)
+        return self.tiling.padded(width) // self.splits(kind)
+
+    def chunk_cols(self, kind: GpuKind) -> int:
+        """Columns of a whole chunk."""
+        return self.tiling.head_cols if kind is GpuKind.HEAD else self.tiling.chunk_cols
 
     def chunks(self, kind: GpuKind) -> int:
         """Copies that a unit takes."""
-        return -(-self.columns(kind) // self.tiling.chunk_cols)
+        return -(-self.columns(kind) // self.chunk_cols(kind))
 
     def unit_bytes(self, kind: GpuKind) -> int:
         """Bytes of weights of a unit."""
-        return self.tiling.rows * self.columns(kind) * 2
+        t, cols = self.tiling, self.columns(kind)
+        if kind is GpuKind.HEAD:
+            return cols // K_BLOCK * t.head_bytes
+        return cols // t.slab_cols * t.slab_bytes
 
     @property
     def cell_width(self) -> int:

@@ -176,9 +176,10 @@ class GpuMachine:
 
     def columns(self, block: int, chunk: Chunk) -> slice:
         """Columns of a chunk within its unit."""
-        wide = self.step.columns(self.streams[block][chunk.task].kind)
-        low = chunk.part * self.step.tiling.chunk_cols
-        return slice(low, min(wide, low + self.step.tiling.chunk_cols))
+        kind = self.streams[block][chunk.task].kind
+        wide, each = self.step.columns(kind), self.step.chunk_cols(kind)
+        low = chunk.part * each
+        return slice(low, min(wide, low + each))
 
     def chunk(self, block: int, chunk: Chunk) -> Array:
         """A chunk's weights, (rows, columns)."""

@@ -26,7 +26,7 @@ from obelisk.schedule.gpu import (
     GpuTiling,
     SharedPlan,
     head_chunk,
-    k_padded,
+    products,
     refuse,
     shared_plan,
     tile_count,
@@ -40,7 +40,7 @@ SPANS = (
     "head",
 )  # fmt: skip
 WAITS = (*EDGES, "token", "step")
-TEXTS = ("base.cuh", "ring.cuh", "fill.cuh", "attend.cuh", "sample.cuh", "step.cuh")
+TEXTS = ("base.cuh", "weights.cuh", "ring.cuh", "fill.cuh", "attend.cuh", "sample.cuh", "step.cuh")
 SLOTS = 8
 LOG2E = 1.4426950408889634
 MAX_HEAD_DIM = 128
@@ -105,7 +105,7 @@ def _places(model: ModelConfig, work: Workload, t: GpuTiling) -> tuple[dict[str,
         "mass": 4 * b * model.heads * align(t.kv_pieces, 4),
         "o": 4 * t.o_split * b * rows,
         "down": 8 * t.down_split * b * rows,
-        "act": 2 * b * k_padded(model.ffn),
+        "act": 2 * b * t.padded(model.ffn),
         "best": 16 * b * t.blocks,
         "token": 16 * b,
         "logits": 8 * b * tile_count(model.vocab) * TILE_ROWS,
@@ -146,23 +146,32 @@ def _weights(layout: WeightLayout) -> dict[str, int]:
     at.setdefault("head", at["embed"])
     optional = ("qkv_bias", "o_bias", "up_bias", "down_bias", "q_gain", "k_gain")
     out = {f"AT_{n.upper()}": at.get(n, -1) for n in (*at, *optional)}
-    first = layout.layer_vectors[0].offset
+    scales = {m.name: m.scale_offset for m in (*layout.matrices, *layout.layer_matrices)
+              if m.format == "int8"}  # fmt: skip
+    if scales:
+        scales.setdefault("head", scales["embed"])
+        out |= {f"AT_{n.upper()}_SCALES": at for n, at in scales.items()}
+    first = min(scales.get("qkv", layout.layer_bytes), layout.layer_vectors[0].offset)
     return out | {
         "AT_VECTORS": first, "VECTOR_BYTES": layout.layer_bytes - first,
         "LAYER_OFFSET": layout.layer_offset, "LAYER_BYTES": layout.layer_bytes,
     }  # fmt: skip
 
 
-def _window(model: ModelConfig, t: GpuTiling) -> int:
-    parts = (k_padded(model.hidden), k_padded(model.q_width) // t.o_split,
-             k_padded(model.ffn) // t.down_split)  # fmt: skip
-    return max(t.stages // -(-p // t.chunk_cols) + 2 for p in parts)
+def _formats(work: Workload) -> dict[str, int]:
+    """How the layers' matrices and the outer ones are read: see runtime/weights.cuh."""
+    four, one = work.weights is WeightFormat.W4A16, work.weights is WeightFormat.INT8
+    return {
+        "BITS": 4 if four else 8 if one else 16, "OUTER_BITS": 8 if one else 16,
+        "SCALED": work.group if four else 128, "ZEROS": int(four and work.zeros),
+    }  # fmt: skip
 
 
 def _defines(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine, layout: WeightLayout,
     plan: SharedPlan, places: Mapping[str, int],
 ) -> list[str]:  # fmt: skip
+    cut = products(model, work.batch, t)
     batch2 = 1 << (work.batch - 1).bit_length()
     hidden = tile_count(model.hidden)
     kept = max(b - a for name in ("o", "down") for a, b in pairwise(shares(model, t)[name]))
@@ -174,13 +183,16 @@ def _defines(
         "TRY_WAIT": int(_capability(machine) >= 90), "SLOTS": SLOTS,
         "BATCH": work.batch, "BATCH2": batch2, "BLOCKS": t.blocks, "WARPS": t.warps,
         "LOADERS": 1 if t.bulk else t.loader_warps, "STAGES": t.stages, "FLIGHT": t.in_flight,
-        "CHUNK": t.chunk_bytes, "FLIGHT_WAITING": min(t.in_flight, t.in_flight_waiting),
-        "WINDOW": _window(model, t),
+        **_formats(work), "CHUNK": t.chunk_bytes, "ARRIVALS": max(p.cuts for p in cut.values()),
+        **{f"{n.upper()}_CHUNK": p.chunk for n, p in cut.items()},
+        **{f"{n.upper()}_CUTS": p.cuts for n, p in cut.items()},
+        "FLIGHT_WAITING": min(t.in_flight, t.in_flight_waiting),
+        "WINDOW": max(t.stages // p.chunks + 2 for p in cut.values()),
         "ROTATE": t.rotate % t.blocks, "PIECES": t.kv_pieces,
         "O_SPLIT": t.o_split, "DOWN_SPLIT": t.down_split,
         "LAYERS": model.layers, "HIDDEN": model.hidden, "HIDDEN_ROWS": hidden * TILE_ROWS,
-        "HIDDEN_TILES": hidden, "HIDDEN_K": k_padded(model.hidden) // 32,
-        "Q_K": k_padded(model.q_width) // 32, "FFN_K": k_padded(model.ffn) // 32,
+        "HIDDEN_TILES": hidden, "HIDDEN_K": t.padded(model.hidden) // 32,
+        "Q_K": t.padded(model.q_width) // 32, "FFN_K": t.padded(model.ffn) // 32,
         "QKV_ROWS": (model.heads + 2 * model.kv_heads) * model.head_dim,
         "QKV_TILES": tile_count((model.heads + 2 * model.kv_heads) * model.head_dim),
         "UP_TILES": up_tiles(model), "VOCAB": model.vocab,
@@ -220,7 +232,7 @@ def emit_cuda(
     """
     work.check(model)
     _require(model, work, tiling, machine)
-    layout = cuda_layout(model, work.weights)
+    layout = cuda_layout(model, work)
     table = shares(model, tiling)
     faults = check_flow(model, work, tiling, table)
     if faults:

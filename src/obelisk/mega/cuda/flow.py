@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from obelisk.plan.layout import align
-from obelisk.schedule.gpu import TILE_ROWS, GpuTiling, k_padded, tile_count
+from obelisk.schedule.gpu import TILE_ROWS, GpuTiling, tile_count
 from obelisk.tasks import ModelConfig, Workload
 
 Array = Any
@@ -152,7 +152,7 @@ class _Judge:
     def combine(self, turns: Sequence[int], gen: int) -> None:
         """The output projection: read the pieces of a part's heads, write rows."""
         m, t = self.m, self.t
-        cols = k_padded(m.q_width) // t.o_split
+        cols = t.padded(m.q_width) // t.o_split
         heads = np.arange(self.buffers["part"].cells) // t.kv_pieces % m.kv_heads
         lo, hi = heads * m.group * m.head_dim, (heads + 1) * m.group * m.head_dim
         for block, turn in enumerate(turns):
@@ -171,7 +171,7 @@ class _Judge:
 
     def down(self, value: str, turns: Sequence[int], gen: int) -> None:
         """The down projection: read a part's columns, write rows."""
-        cols = k_padded(self.m.ffn) // self.t.down_split
+        cols = self.t.padded(self.m.ffn) // self.t.down_split
         for block, turn in enumerate(turns):
             for part, tiles in self.split("down", turn):
                 self.wait(

@@ -1,10 +1,10 @@
 """How the CUDA kernel wants its weights: the arena's layout, in the records of `plan.layout`.
 
-Takes a model and a weight format; gives a `WeightLayout` whose matrices are stored in fragments of
-`mma.m16n8k16` (`MatrixLayout.fragments`): 1024 bytes hold 16 rows by 32 columns, and a lane's A
-registers of one step lie in 16 bytes of it. The order along K is free as long as inputs follow it,
-so a lane's 8 columns of a block of 32 are neighbours, in the inputs too. Gate and up alternate 8 by
-8 rows, so that one lane gets both halves of an element of the MLP.
+Takes a model and a workload; gives a `WeightLayout` whose matrices are stored in fragments of
+`mma.m16n8k16` (`MatrixLayout.fragments`): a lane's A registers of one step of 16-bit weights, of
+two steps of 8-bit and of four of 4-bit ones lie in 16 bytes. The order along K is free as long as
+inputs follow it, so a lane's 8 columns of a block of 32 are neighbours, in the inputs too. Gate and
+up alternate 8 by 8 rows, so that one lane gets both halves of an element of the MLP.
 """
 
 from __future__ import annotations
@@ -13,19 +13,25 @@ from dataclasses import replace
 
 from obelisk.base.errors import Infeasible
 from obelisk.plan.layout import MatrixLayout, RowBlock, VectorLayout, WeightLayout, align
-from obelisk.schedule.gpu import K_BLOCK, TILE_ROWS
-from obelisk.tasks import ModelConfig, WeightFormat
+from obelisk.schedule.gpu import FOUR_COLS, TILE_ROWS, slab_of
+from obelisk.tasks import ModelConfig, WeightFormat, Workload
 from obelisk.tasks.weights import EMBED, FINAL_NORM, HEAD, LAYER
 
 HALF = TILE_ROWS // 2
-FORMATS = (WeightFormat.BF16, WeightFormat.FP16)
+FORMATS = (WeightFormat.BF16, WeightFormat.FP16, WeightFormat.INT8, WeightFormat.W4A16)
+SCALE_BYTES = 2  # of a group
 
 
 class _Part:
-    """One part of the arena: tensors one after the other, each on a cache line."""
+    """One part of the arena: tensors one after the other, each on a cache line. `outer` is the part
+    that holds embedding and head.
+    """
 
-    def __init__(self, form: WeightFormat) -> None:
-        self.form, self.at = form, 0
+    def __init__(self, work: Workload, outer: bool) -> None:
+        self.form, self.work, self.at = work.weights.outer if outer else work.weights, work, 0
+        self.cols = slab_of(work.weights, work.group, work.zeros)[
+            0
+        ]  # inputs' columns come in these
         self.matrices: list[MatrixLayout] = []
         self.vectors: list[VectorLayout] = []
 
@@ -35,22 +41,28 @@ class _Part:
         return start
 
     def matrix(self, name: str, cols: int, *blocks: RowBlock) -> None:
-        rows, padded = align(sum(b.rows for b in blocks), TILE_ROWS), align(cols, K_BLOCK)
-        offset = self._take(rows * padded * 2)
+        rows, padded = align(sum(b.rows for b in blocks), TILE_ROWS), align(cols, self.cols)
+        four, work = self.form is WeightFormat.W4A16, self.work
+        lanes, size = slab_of(self.form, work.group, work.zeros)
+        offset = self._take(rows // TILE_ROWS * (padded // lanes) * size)
+        scales = zeros = -1
+        if four:
+            scales = TILE_ROWS * FOUR_COLS // 2
+            if work.zeros:
+                zeros = scales + SCALE_BYTES * TILE_ROWS * (FOUR_COLS // work.group)
         self.matrices.append(
             MatrixLayout(
-                name,
-                blocks,
-                rows,
-                cols,
-                padded,
-                TILE_ROWS,
-                K_BLOCK,
-                self.form.value,
-                offset,
-                fragments=True,
+                name, blocks, rows, cols, padded, TILE_ROWS, lanes, self.form.value, offset,
+                scales, work.group if four else 0, zeros, fragments=True,
             )
-        )
+        )  # fmt: skip
+
+    def scales(self) -> None:
+        """Place the scales of int8 rows, behind all matrices and beside the vectors, so that they
+        are asked for together.
+        """
+        if self.form is WeightFormat.INT8:
+            self.matrices = [replace(m, scale_offset=self._take(4 * m.rows)) for m in self.matrices]
 
     def vector(self, name: str, *blocks: RowBlock) -> None:
         size = sum(b.rows for b in blocks)
@@ -70,27 +82,29 @@ def _qkv(model: ModelConfig, suffix: str) -> list[RowBlock]:
     return out
 
 
-def cuda_layout(model: ModelConfig, form: WeightFormat) -> WeightLayout:
+def cuda_layout(model: ModelConfig, work: Workload) -> WeightLayout:
     """The arena: embedding, head unless tied, last gain; then a part for each layer, its vectors
     side by side at its end. Raises `Infeasible` for a weight format that the kernel does not read.
     """
-    if form not in FORMATS:
+    if work.weights not in FORMATS:
         known = ", ".join(FORMATS)
         raise Infeasible(
-            f"the CUDA megakernel reads weights as {known}, not {form}: use --weights bf16"
+            f"the CUDA megakernel reads weights as {known}, not {work.weights}: use --weights bf16"
         )
     h, f = model.hidden, model.ffn
     a, m = LAYER + "self_attn.", LAYER + "mlp."
-    whole, layer = _Part(form), _Part(form)
+    whole, layer = _Part(work, True), _Part(work, False)
     whole.matrix("embed", h, RowBlock((EMBED,), 0, model.vocab))
     if not model.tied:
         whole.matrix("head", h, RowBlock((HEAD,), 0, model.vocab))
+    whole.scales()
     tail = align(h, TILE_ROWS) - h
     whole.vector("norm_final", RowBlock((FINAL_NORM,), 0, h, 0, tail))
     layer.matrix("qkv", h, *_qkv(model, "weight"))
     layer.matrix("o", model.q_width, RowBlock((a + "o_proj.weight",), 0, h))
     layer.matrix("up", h, RowBlock((m + "gate_proj.weight", m + "up_proj.weight"), 0, f, HALF))
     layer.matrix("down", f, RowBlock((m + "down_proj.weight",), 0, h))
+    layer.scales()
     layer.vector("norm_in", RowBlock((LAYER + "input_layernorm.weight",), 0, h, 0, tail))
     layer.vector("norm_mid", RowBlock((LAYER + "post_attention_layernorm.weight",), 0, h, 0, tail))
     if model.qkv_bias:

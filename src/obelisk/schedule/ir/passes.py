@@ -14,7 +14,7 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Block, Operation, Region, SSAValue
 
 from obelisk.base.errors import Infeasible
-from obelisk.schedule.gpu import GpuTiling, k_padded, tile_count
+from obelisk.schedule.gpu import GpuTiling, tile_count
 from obelisk.schedule.gpu_choice import Fusion
 from obelisk.schedule.ir.dialects import (
     OperatorOp,
@@ -60,8 +60,10 @@ def _parts(producer: OperatorOp, t: GpuTiling) -> ValueType:
     name = producer.matrix.data
     split = t.o_split if name == "o" else t.down_split
     rows, cols = extent(producer)
-    if k_padded(cols) // 32 % split:
-        raise Infeasible(f"{name}: {cols} columns cannot be split in {split} equal parts of 32s")
+    if t.padded(cols) // t.slab_cols % split:
+        raise Infeasible(
+            f"{name}: {cols} columns cannot be split in {split} equal parts of {t.slab_cols}s"
+        )
     return value_type(name, tile_count(rows) * t.rows * split)
 
 
@@ -243,8 +245,9 @@ def tile(module: ModuleOp, t: GpuTiling, batch: int) -> None:
             _pieces(phase, t, batch * rows * pieces, 1, 0)
         else:
             splits = {"o": t.o_split, "down": t.down_split}.get(name, 1)
-            wide = k_padded(cols) // splits
-            _pieces(phase, t, tile_count(rows) * splits, t.rows, wide)
+            wide = t.padded(cols) // splits
+            each = t.head_cols if "head" in name else t.chunk_cols
+            _pieces(phase, t, tile_count(rows) * splits, t.rows, -(-wide // each))
         phase.properties["turn"] = number(t.rotate)
 
 
@@ -254,12 +257,12 @@ def _cells(module: ModuleOp) -> int:
                 if o.kind.data == "attend")  # fmt: skip
 
 
-def _pieces(phase: PhaseOp, t: GpuTiling, units: int, unit: int, wide: int) -> None:
+def _pieces(phase: PhaseOp, t: GpuTiling, units: int, unit: int, parts: int) -> None:
     phase.properties["unit"] = number(unit)
     phase.properties["bounds"] = numbers(deal(units, t.blocks))
     phase.properties["turn"] = number(0)
-    if wide:
-        phase.properties["parts"] = number(-(-wide // t.chunk_cols))
+    if parts:
+        phase.properties["parts"] = number(parts)
         phase.properties["chunk"] = number(t.chunk_bytes)
 
 

@@ -38,7 +38,6 @@ struct om_launch {
   int stops[OM_SLOTS];
 };
 
-#define OM_BLOCK 1024 /* bytes of 16 rows by 32 columns */
 #define OM_THREADS (32 * OM_WARPS) /* consumers */
 #define OM_PIECES4 ((OM_PIECES + 3) / 4 * 4)
 #define OM_ITEMS (OM_BATCH * OM_KV_HEADS * OM_PIECES)
@@ -47,7 +46,7 @@ struct om_launch {
 struct om_state { /* one consumer thread's view */
   const om_launch *p;
   int step, layer, turn; /* `turn`: whose share of a phase this block takes in this layer */
-  u32 chunk; /* the phase's first chunk, counted from the launch's first */
+  u32 chunk, unit; /* the phase's first chunk and joined unit, counted from the launch's first */
   u32 meets;
   /* Asked for anew where they are used: kept in registers through the whole kernel they would push others out. */
   __device__ __forceinline__ int thread() const {
@@ -63,8 +62,7 @@ struct om_state { /* one consumer thread's view */
 };
 
 struct om_shared {
-  u64 full[OM_STAGES], empty[OM_STAGES];
-  u32 arrived[OM_WINDOW];
+  u64 full[OM_STAGES], empty[OM_STAGES], joined[OM_WINDOW];
   float squares[OM_WARPS];
   float best[OM_WARPS][OM_BATCH];
   int best_id[OM_WARPS][OM_BATCH];

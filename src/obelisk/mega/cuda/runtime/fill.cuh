@@ -23,11 +23,19 @@ __device__ __forceinline__ void om_waiting(const om_state &s, int on) {
 
 /* A row of the embedding, four columns. */
 __device__ __forceinline__ float4 om_embedding(const om_launch *p, int token, int col) {
-  const int in = col % 32; /* 8 * quad + 4 * step + 2 * register + element */
-  const char *at = p->weights + OM_AT_EMBED + ((size_t)(token / 16) * OM_HIDDEN_K + col / 32) * OM_BLOCK +
-                   in / 4 % 2 * 512 + (token % 8 * 4 + in / 8) * 16 + token % 16 / 8 * 4;
+  const int in = col % 32, lane = token % 8 * 4 + in / 8, step = in / 4 % 2, half = token % 16 / 8;
+  using Format = om_format<OM_OUTER_BITS>;
+  const char *const slab = p->weights + OM_AT_EMBED + ((size_t)(token / 16) * OM_HIDDEN_K + col / 32) * Format::BYTES;
+#if OM_OUTER_BITS == 8
+  const u32 w = *(const u32 *)(slab + lane * 16 + step * 8 + half * 4);
+  const float2 a = om_unpack(Format::low(w)), b = om_unpack(Format::high(w));
+  const float r = *(const float *)(p->weights + OM_AT_EMBED_SCALES + (size_t)token * 4) * OM_TINY;
+  return make_float4(a.x * r, a.y * r, b.x * r, b.y * r);
+#else
+  const char *const at = slab + step * 512 + lane * 16 + half * 4;
   const float2 a = om_unpack(*(const u32 *)at), b = om_unpack(*(const u32 *)(at + 8));
   return make_float4(a.x, a.y, b.x, b.y);
+#endif
 }
 
 __device__ __forceinline__ float om_root(int slot) {
@@ -205,16 +213,24 @@ __device__ __forceinline__ void om_fill_act(om_state &s, const char *act, u32 us
 }
 
 /* ---- what happens to a unit's sums: see om_product for who holds what ---- */
-struct om_out { /* what they share: `early` reads a bias before the product, so that its latency is hidden */
+struct om_out { /* what they share: `early` reads before the product, so that its latency is hidden */
+  struct Extra { /* of the lane's two rows; `scale`: of 8-bit weights alone */
+    float2 bias, scale;
+  };
   const om_state &s;
   char *values;
-  const float *bias;
+  const float *bias, *scales;
   int first; /* tile of unit 0 */
   u32 mark;
-  __device__ __forceinline__ float2 early(int unit) const {
-    if (!bias) return make_float2(0.0f, 0.0f);
-    const float *const at = bias + (first + unit) * 16 + s.row();
+  __device__ __forceinline__ float2 rows(const float *x, int unit) const {
+    const float *const at = x + (first + unit) * 16 + s.row();
     return make_float2(at[0], at[8]);
+  }
+  __device__ __forceinline__ Extra early(int unit) const {
+    Extra x = {make_float2(0.0f, 0.0f), make_float2(1.0f, 1.0f)};
+    if (bias) x.bias = rows(bias, unit);
+    if (scales) x.scale = rows(scales, unit);
+    return x;
   }
 };
 

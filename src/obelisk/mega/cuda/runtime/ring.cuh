@@ -93,16 +93,16 @@ struct om_loader {
     if (++slot == OM_STAGES) slot = 0, parity ^= 1;
   }
 
-  /* Units of one product: tiles of BLOCKS_K blocks of 32 columns, split SPLIT ways; TILES tiles. */
-  template <int KIND, int TILES, int SPLIT, int BLOCKS_K>
+  /* Units of one product: TILES tiles of BLOCKS_K blocks of 32 columns, split SPLIT ways; CHUNK slabs at a time. */
+  template <int KIND, int BITS, int TILES, int SPLIT, int BLOCKS_K, int CHUNK>
   __device__ __forceinline__ void stream(const char *matrix, int turn) {
-    constexpr u32 UNIT = BLOCKS_K / SPLIT * OM_BLOCK, TILE = BLOCKS_K * OM_BLOCK;
+    using Format = om_format<BITS>;
+    constexpr u32 TILE = BLOCKS_K / Format::BLOCKS * Format::BYTES, UNIT = TILE / SPLIT, EACH = CHUNK * Format::BYTES;
     const int end = om_share(KIND, turn + 1);
     for (int u = om_share(KIND, turn); u < end; u++) {
       const int part = SPLIT == 1 ? 0 : u / TILES;
       const char *from = matrix + (size_t)(u - part * TILES) * TILE + part * UNIT;
-      for (u32 done = 0; done < UNIT; done += OM_CHUNK)
-        copy(from + done, UNIT - done < OM_CHUNK ? UNIT - done : OM_CHUNK);
+      for (u32 done = 0; done < UNIT; done += EACH) copy(from + done, UNIT - done < EACH ? UNIT - done : EACH);
     }
   }
 };
@@ -147,128 +147,102 @@ __device__ __forceinline__ void om_load(const om_launch *p, int block, int lane)
       const char *next = layer + 1 < OM_LAYERS ? w + OM_LAYER_BYTES : p->weights + OM_LAYER_OFFSET;
       if (lane == 0) om_prefetch(next + OM_AT_VECTORS, OM_VECTOR_BYTES, block);
       om_prefetch_cache(p, step, layer, turn, lane);
-      r.stream<OM_QKV, OM_QKV_TILES, 1, OM_HIDDEN_K>(w + OM_AT_QKV, turn);
-      r.stream<OM_O, OM_HIDDEN_TILES, OM_O_SPLIT, OM_Q_K>(w + OM_AT_O, turn);
-      r.stream<OM_UP, OM_UP_TILES, 1, OM_HIDDEN_K>(w + OM_AT_UP, turn);
-      r.stream<OM_DOWN, OM_HIDDEN_TILES, OM_DOWN_SPLIT, OM_FFN_K>(w + OM_AT_DOWN, turn);
+      r.stream<OM_QKV, OM_BITS, OM_QKV_TILES, 1, OM_HIDDEN_K, OM_QKV_CHUNK>(w + OM_AT_QKV, turn);
+      r.stream<OM_O, OM_BITS, OM_HIDDEN_TILES, OM_O_SPLIT, OM_Q_K, OM_O_CHUNK>(w + OM_AT_O, turn);
+      r.stream<OM_UP, OM_BITS, OM_UP_TILES, 1, OM_HIDDEN_K, OM_UP_CHUNK>(w + OM_AT_UP, turn);
+      r.stream<OM_DOWN, OM_BITS, OM_HIDDEN_TILES, OM_DOWN_SPLIT, OM_FFN_K, OM_DOWN_CHUNK>(w + OM_AT_DOWN, turn);
       turn += OM_ROTATE;
       if (turn >= OM_BLOCKS) turn -= OM_BLOCKS;
     }
     if (lane == 0) om_prefetch(p->weights + OM_AT_NORM_FINAL, OM_HIDDEN * 4, block);
-    if (om_has_head(p, step)) r.stream<OM_HEAD, OM_VOCAB_TILES, 1, OM_HIDDEN_K>(p->weights + OM_AT_HEAD, turn);
+    if (om_has_head(p, step))
+      r.stream<OM_HEAD, OM_OUTER_BITS, OM_VOCAB_TILES, 1, OM_HIDDEN_K, OM_HEAD_CHUNK>(p->weights + OM_AT_HEAD, turn);
   }
 }
 
 /* ---- consumers ---- */
-/* 16 weight rows by 16 columns, times 16 columns of 8 slots. */
-__device__ __forceinline__ void om_mma(float (&c)[4], const uint4 &a, u32 b0, u32 b1) {
-#if OM_BF16
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 om_count(u32 *at) { /* add one, and see what others wrote before they did */
-  u32 old;
-  asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(om_address(at)) : "memory");
-  return old;
+/* The warps' sums of unit `unit`'s pieces, added in the order of the pieces, by the warp of the last one: true there.
+ * Lane (row, quad) brings and gets rows `row` and `row` + 8 of slots 2 * quad and 2 * quad + 1.
+ *
+ * Warps meet at an mbarrier of OM_WARPS arrivals: the last one's lanes arrive for the warps that have no piece. A fence
+ * would do as well, but it waits for all stores that a thread has under way, those of values for other blocks, too. */
+template <int SHARES, int WINDOW>
+__device__ __forceinline__ bool om_join(const om_state &s, u32 unit, u32 share, bool last, float (&v)[4]) {
+  constexpr int TEAM = OM_BATCH <= 2 ? 4 : OM_BATCH <= 4 ? 2 : 1, PAIRS = 4 / TEAM; /* lanes that share the last sum */
+  const int lane = s.lane(), row = lane / 4, quad = lane % 4;
+  const u32 number = s.unit + unit, bar = om_address(om.joined) + 8 * (number % OM_WINDOW);
+  float *const base = (float *)(om_memory + OM_AT_SUMS) + unit % WINDOW * (SHARES * OM_BATCH * 16) + row;
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+    if (j < OM_BATCH && 2 * quad + j < OM_BATCH) {
+      float *const to = base + (share * OM_BATCH + 2 * quad + j) * 16;
+      to[0] = v[j], to[8] = v[2 + j];
+    }
+  __syncwarp();
+  if (lane < (last ? OM_WARPS - SHARES + 1 : 1)) om_arrive(bar);
+  if (!last) return false;
+  om_wait(bar, number / OM_WINDOW & 1);
+  const int first = 2 * (quad % PAIRS);
+  v[0] = v[1] = v[2] = v[3] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < (SHARES + TEAM - 1) / TEAM; i++) {
+    const int other = i * TEAM + quad / PAIRS;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (j < OM_BATCH && first + j < OM_BATCH && other < SHARES) {
+        const float *const from = base + (other * OM_BATCH + first + j) * 16;
+        v[j] += from[0], v[2 + j] += from[8];
+      }
+  }
+#pragma unroll
+  for (int d = PAIRS; d < 4; d *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], d);
+  return true;
 }
 
 /* The products of this block's units [0, units) of a phase; the inputs are in shared memory. `out` is called once
  * for each unit by all lanes of one warp: lane (row, quad) has rows `row` and `row` + 8 of the tile, for slots 2 *
  * quad and 2 * quad + 1: v[j] is row `row` of slot 2 * quad + j, v[2 + j] row `row` + 8.
  *
- * A lane's 8 columns of a block of 32 are 8 * quad to 8 * quad + 7, in weights and inputs alike: the order along K
- * is free. Chunk i of the phase belongs to warp i % OM_WARPS, so which chunks are added in one warp's registers
- * depends on the plan alone; the warps' sums are added in the order of their first chunks. */
-template <int BLOCKS_K, class Out>
+ * A unit's chunks (CHUNK slabs, the last may be shorter) are cut in CUTS pieces each. Piece i of the phase belongs to
+ * warp i % OM_WARPS, so what is added in one warp's registers depends on the plan alone. A slot goes back to the
+ * loader after OM_ARRIVALS arrivals, whatever the cut: the lanes of a warp arrive for as many as it needs. */
+template <int BITS, int BLOCKS_K, int CHUNK, int CUTS, class Out>
 __device__ __forceinline__ void om_product(om_state &s, int units, Out &out) {
-  constexpr int PER = OM_CHUNK / OM_BLOCK, CHUNKS = (BLOCKS_K + PER - 1) / PER, LAST = BLOCKS_K - (CHUNKS - 1) * PER;
-  constexpr int SHARES = CHUNKS < OM_WARPS ? CHUNKS : OM_WARPS, WINDOW = OM_STAGES / CHUNKS + 2;
-  constexpr int TEAM = OM_BATCH <= 2 ? 4 : OM_BATCH <= 4 ? 2 : 1, PAIRS = 4 / TEAM; /* lanes that share the last sum */
-  const int lane = s.lane(), warp = s.warp(), row = lane / 4, quad = lane % 4;
-  float *const sums = (float *)(om_memory + OM_AT_SUMS);
-  const char *const ring = om_memory + OM_AT_RING + lane * 16;
-  const char *const inputs = om_memory + row * 64 + quad * 16;
-  const u32 all = units * CHUNKS;
-  u32 slot = (s.chunk + warp) % OM_STAGES, parity = (s.chunk + warp) / OM_STAGES & 1;
-  float c[4][4] = {};
+  using Format = om_format<BITS>;
+  constexpr int SLABS = BLOCKS_K / Format::BLOCKS, CHUNKS = (SLABS + CHUNK - 1) / CHUNK, PIECE = CHUNK / CUTS;
+  constexpr int REST = SLABS - (CHUNKS - 1) * CHUNK, ENDS = (REST + PIECE - 1) / PIECE; /* of the last chunk */
+  constexpr int PIECES = (CHUNKS - 1) * CUTS + ENDS, LAST = REST - (ENDS - 1) * PIECE;
+  constexpr int SHARES = PIECES < OM_WARPS ? PIECES : OM_WARPS, WINDOW = OM_STAGES / CHUNKS + 2;
+  constexpr int ARRIVE = OM_ARRIVALS / CUTS, ARRIVE_END = OM_ARRIVALS - ARRIVE * (ENDS - 1);
+  static_assert(OM_ARRIVALS % CUTS == 0 && CHUNK % CUTS == 0, "cuts");
+  const int lane = s.lane(), warp = s.warp();
+  const char *const inputs = om_memory + lane / 4 * 64 + lane % 4 * 16;
+  const u32 all = units * PIECES;
+  Format f;
   for (u32 local = warp; local < all; local += OM_WARPS) {
-    const u32 unit = local / CHUNKS, part = local % CHUNKS;
-    const bool flush = part + OM_WARPS >= CHUNKS;
-    float2 extra = make_float2(0.0f, 0.0f);
+    const u32 unit = local / PIECES, part = local % PIECES, in = part / CUTS, cut = part % CUTS;
+    const u32 chunk = s.chunk + unit * CHUNKS + in, slot = chunk % OM_STAGES, parity = chunk / OM_STAGES & 1;
+    const bool flush = part + OM_WARPS >= PIECES, end = part == PIECES - 1;
+    typename Out::Extra extra;
     if (flush) extra = out.early(unit);
-    const char *const x = inputs + part * (PER * OM_BATCH * 64), *const w = ring + slot * OM_CHUNK;
-    if (LAST == PER || part + 1 < CHUNKS) {
-      uint4 b[PER];
-#pragma unroll
-      for (int j = 0; j < PER; j++)
-        b[j] = row < OM_BATCH ? *(const uint4 *)(x + j * (OM_BATCH * 64)) : make_uint4(0, 0, 0, 0);
-      om_wait(om_address(om.full) + 8 * slot, parity);
-#pragma unroll
-      for (int j = 0; j < PER; j++) {
-        om_mma(c[2 * j % 4], *(const uint4 *)(w + j * OM_BLOCK), b[j].x, b[j].y);
-        om_mma(c[(2 * j + 1) % 4], *(const uint4 *)(w + j * OM_BLOCK + OM_BLOCK / 2), b[j].z, b[j].w);
-      }
-    } else {
-      om_wait(om_address(om.full) + 8 * slot, parity);
-#pragma unroll
-      for (int j = 0; j < LAST; j++) {
-        const uint4 b = row < OM_BATCH ? *(const uint4 *)(x + j * (OM_BATCH * 64)) : make_uint4(0, 0, 0, 0);
-        om_mma(c[2 * j % 4], *(const uint4 *)(w + j * OM_BLOCK), b.x, b.y);
-        om_mma(c[(2 * j + 1) % 4], *(const uint4 *)(w + j * OM_BLOCK + OM_BLOCK / 2), b.z, b.w);
-      }
-    }
+    const char *const x = inputs + (in * CHUNK + cut * PIECE) * (Format::BLOCKS * OM_BATCH * 64);
+    const char *const w = om_memory + OM_AT_RING + slot * OM_CHUNK + cut * (PIECE * Format::BYTES);
+    const auto landed = [&] { om_wait(om_address(om.full) + 8 * slot, parity); };
+    if (LAST == PIECE || !end)
+      om_multiply<PIECE>(f, w, lane, x, landed);
+    else
+      om_multiply<LAST>(f, w, lane, x, landed);
     if (flush) {
       float v[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        v[i] = (c[0][i] + c[1][i]) + (c[2][i] + c[3][i]);
-        c[0][i] = c[1][i] = c[2][i] = c[3][i] = 0.0f;
-      }
-      bool last = true;
-      if (SHARES > 1) {
-        const u32 at = unit % WINDOW;
-        float *const base = sums + at * (SHARES * OM_BATCH * 16) + row;
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-          if (j < OM_BATCH && 2 * quad + j < OM_BATCH) {
-            float *const to = base + (part % OM_WARPS * OM_BATCH + 2 * quad + j) * 16;
-            to[0] = v[j], to[8] = v[2 + j];
-          }
-        __syncwarp();
-        u32 before = 0;
-        if (lane == 0) before = om_count(&om.arrived[at]);
-        last = __shfl_sync(~0u, before, 0) == SHARES - 1;
-        __syncwarp();
-        if (last) {
-          const int first = 2 * (quad % PAIRS);
-          v[0] = v[1] = v[2] = v[3] = 0.0f;
-#pragma unroll
-          for (int i = 0; i < (SHARES + TEAM - 1) / TEAM; i++) {
-            const int share = i * TEAM + quad / PAIRS;
-#pragma unroll
-            for (int j = 0; j < 2; j++)
-              if (j < OM_BATCH && first + j < OM_BATCH && share < SHARES) {
-                const float *const from = base + (share * OM_BATCH + first + j) * 16;
-                v[j] += from[0], v[2 + j] += from[8];
-              }
-          }
-#pragma unroll
-          for (int d = PAIRS; d < 4; d *= 2)
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], d);
-          if (lane == 0) om.arrived[at] = 0;
-        }
-      }
-      if (last) out.put(unit, v, extra);
+      f.take(v);
+      if (BITS == 8) v[0] *= extra.scale.x, v[1] *= extra.scale.x, v[2] *= extra.scale.y, v[3] *= extra.scale.y;
+      if (SHARES == 1 || om_join<SHARES, WINDOW>(s, unit, part % OM_WARPS, end, v)) out.put(unit, v, extra.bias);
     }
     __syncwarp();
-    if (lane == 0) om_arrive(om_address(om.empty) + 8 * slot);
-    slot += OM_WARPS;
-    if (slot >= OM_STAGES) slot -= OM_STAGES, parity ^= 1;
+    if (lane < (end ? ARRIVE_END : ARRIVE)) om_arrive(om_address(om.empty) + 8 * slot);
   }
-  s.chunk += all;
+  s.chunk += units * CHUNKS;
+  if (SHARES > 1) s.unit += units;
 }

@@ -3,15 +3,22 @@ __device__ __forceinline__ const float *om_vector(const om_launch *p, int layer,
   return at < 0 ? nullptr : (const float *)(p->weights + OM_LAYER_OFFSET + (size_t)layer * OM_LAYER_BYTES + at);
 }
 
+/* The scales of a matrix's rows: 8-bit weights alone. */
+#if OM_BITS == 8
+#define OM_SCALES(p, layer, name) om_vector(p, layer, OM_AT_##name##_SCALES)
+#else
+#define OM_SCALES(p, layer, name) nullptr
+#endif
+
 /* The rows of the residual stream that this block will add to: units of part 0 of a split product. */
 __device__ __forceinline__ void om_own(int kind, int turn, int &from, int &to) {
   from = min(om_share(kind, turn), OM_HIDDEN_TILES) * 16, to = min(om_share(kind, turn + 1), OM_HIDDEN_TILES) * 16;
 }
 
 /* Units of a product that ends in the residual stream, part by part: `fill(part)` makes the inputs. */
-template <int KIND, int BLOCKS_K, class Fill>
-__device__ __forceinline__ void om_residual_product(om_state &s, char *values, const float *bias, int kept, u32 mark,
-                                                    int kind, const Fill &fill) {
+template <int KIND, int BLOCKS_K, int CHUNK, int CUTS, class Fill>
+__device__ __forceinline__ void om_residual_product(om_state &s, char *values, const float *bias, const float *scales,
+                                                    int kept, u32 mark, int kind, const Fill &fill) {
   const int begin = om_share(KIND, s.turn), end = om_share(KIND, s.turn + 1);
   for (int u = begin; u < end;) {
     const int part = u / OM_HIDDEN_TILES, stop = min(end, (part + 1) * OM_HIDDEN_TILES);
@@ -19,10 +26,10 @@ __device__ __forceinline__ void om_residual_product(om_state &s, char *values, c
     fill(part);
     const u64 t1 = om_span(s, kind - 1, t0);
     om_out_residual out{{s, values + (size_t)part * (OM_BATCH * OM_HIDDEN_ROWS * 4), part ? nullptr : bias,
-                         u - part * OM_HIDDEN_TILES, mark},
+                         scales, u - part * OM_HIDDEN_TILES, mark},
                         part ? nullptr : (const float *)(om_memory + OM_AT_RESIDUAL),
                         kept};
-    om_product<BLOCKS_K>(s, stop - u, out);
+    om_product<OM_BITS, BLOCKS_K, CHUNK, CUTS>(s, stop - u, out);
     om_span(s, kind, t1);
     u = stop;
   }
@@ -54,8 +61,8 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   t = om_span(s, OM_SPAN_NORM_IN, t);
   {
     const int first = om_share(OM_QKV, s.turn);
-    om_out_qkv out{{s, qkv, om_vector(p, s.layer, OM_AT_QKV_BIAS), first, mark}, root};
-    om_product<OM_HIDDEN_K>(s, om_share(OM_QKV, s.turn + 1) - first, out);
+    om_out_qkv out{{s, qkv, om_vector(p, s.layer, OM_AT_QKV_BIAS), OM_SCALES(p, s.layer, QKV), first, mark}, root};
+    om_product<OM_BITS, OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_CUTS>(s, om_share(OM_QKV, s.turn + 1) - first, out);
     t = om_span(s, OM_SPAN_QKV, t);
   }
   OM_EDGE_DONE(OM_BARRIER_QKV, OM_EDGE_QKV);
@@ -64,8 +71,8 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
                    om_vector(p, s.layer, OM_AT_K_GAIN));
   om_span(s, OM_SPAN_ATTEND, t);
   OM_EDGE_DONE(OM_BARRIER_ATTEND, OM_EDGE_ATTEND);
-  om_residual_product<OM_O, OM_Q_K / OM_O_SPLIT>(
-      s, o, om_vector(p, s.layer, OM_AT_O_BIAS), from, mark, OM_SPAN_O,
+  om_residual_product<OM_O, OM_Q_K / OM_O_SPLIT, OM_O_CHUNK, OM_O_CUTS>(
+      s, o, om_vector(p, s.layer, OM_AT_O_BIAS), OM_SCALES(p, s.layer, O), from, mark, OM_SPAN_O,
       [&](int part) { om_fill_attention(s, pieces, masses, mark, use, part); });
   OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
   t = om_stamp(s);
@@ -74,14 +81,14 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   t = om_span(s, OM_SPAN_NORM_MID, t);
   {
     const int first = om_share(OM_UP, s.turn);
-    om_out_up out{{s, act, om_vector(p, s.layer, OM_AT_UP_BIAS), first, use}, root};
-    om_product<OM_HIDDEN_K>(s, om_share(OM_UP, s.turn + 1) - first, out);
+    om_out_up out{{s, act, om_vector(p, s.layer, OM_AT_UP_BIAS), OM_SCALES(p, s.layer, UP), first, use}, root};
+    om_product<OM_BITS, OM_HIDDEN_K, OM_UP_CHUNK, OM_UP_CUTS>(s, om_share(OM_UP, s.turn + 1) - first, out);
     om_span(s, OM_SPAN_UP, t);
   }
   OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
-  om_residual_product<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT>(s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), from, mark,
-                                                         OM_SPAN_DOWN,
-                                                         [&](int part) { om_fill_act(s, act, use, part); });
+  om_residual_product<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT, OM_DOWN_CHUNK, OM_DOWN_CUTS>(
+      s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), OM_SCALES(p, s.layer, DOWN), from, mark, OM_SPAN_DOWN,
+      [&](int part) { om_fill_act(s, act, use, part); });
   OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
 }
 
@@ -95,8 +102,13 @@ __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
   float best[2] = {-OM_INFINITY, -OM_INFINITY};
   int best_id[2] = {0x7fffffff, 0x7fffffff};
   const int first = om_share(OM_HEAD, s.turn);
-  om_out_head out{{s, between + OM_PLACE_LOGITS, nullptr, first, 0}, tag, root, best, best_id};
-  om_product<OM_HIDDEN_K>(s, om_share(OM_HEAD, s.turn + 1) - first, out);
+#if OM_OUTER_BITS == 8
+  const float *const scales = (const float *)(p->weights + OM_AT_HEAD_SCALES);
+#else
+  const float *const scales = nullptr;
+#endif
+  om_out_head out{{s, between + OM_PLACE_LOGITS, nullptr, scales, first, 0}, tag, root, best, best_id};
+  om_product<OM_OUTER_BITS, OM_HIDDEN_K, OM_HEAD_CHUNK, OM_HEAD_CUTS>(s, om_share(OM_HEAD, s.turn + 1) - first, out);
   const int lane = s.lane();
 #pragma unroll
   for (int j = 0; j < 2; j++) {
@@ -134,9 +146,10 @@ extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
     for (int i = 0; i < OM_STAGES; i++) {
       asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(om_address(&om.full[i])),
                    "r"(OM_BULK ? 1 : 32 * OM_LOADERS));
-      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(om_address(&om.empty[i])));
+      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(om_address(&om.empty[i])), "r"(OM_ARRIVALS));
     }
-    for (int i = 0; i < OM_WINDOW; i++) om.arrived[i] = 0;
+    for (int i = 0; i < OM_WINDOW; i++)
+      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(om_address(&om.joined[i])), "r"(OM_WARPS));
     for (int b = 0; b < OM_BATCH; b++) {
       om.token[b] = om_active(p, b, 0) ? p->feed[b * p->feed_stride] : 0;
       om.made[b] = om.done[b] = 0, om.reached[b] = p->position[b];
@@ -157,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
   }
   om_state s;
   s.p = p;
-  s.chunk = 0, s.meets = 0;
+  s.chunk = s.unit = 0, s.meets = 0;
   u32 tag = p->tag;
   for (s.step = 0; s.step < p->steps; s.step++) {
     s.turn = block;
