@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from obelisk.search.terms import Goal, Poly, Terms
+from obelisk.search.terms import Goal, Leaf, Poly, Terms
 
 M, K, N, J = range(4)
 
@@ -17,7 +17,7 @@ def arena() -> Terms:
 
 
 def leaf(t: Terms, name: str, *axes: int) -> Poly:
-    return t.atom("leaf", name, free=frozenset(axes))
+    return t.atom(Leaf(name), frozenset(axes))
 
 
 def matmul(t: Terms, a: Poly, b: Poly, k: int) -> Poly:

@@ -10,7 +10,7 @@ import numpy as np
 from obelisk.ir import Node, Op
 from obelisk.search import field as F
 from obelisk.search.axes import Axis, Segment, reduced_axis
-from obelisk.search.terms import Goal, Poly, Terms
+from obelisk.search.terms import Goal, Leaf, Poly, Size, Terms
 from obelisk.search.value import TINY, Mode
 
 
@@ -32,9 +32,7 @@ class Program:
             dims = segment.dims[leaf]
             shape = tuple(1 if a is None else TINY for a in dims)
             self.tiny[leaf] = (rng.integers(1, F.P, shape), rng.integers(1, F.Q, shape))
-            self.poly[leaf] = self.terms.atom(
-                "leaf", i, free=frozenset(a for a in dims if a is not None)
-            )
+            self.poly[leaf] = self.terms.atom(Leaf(i), frozenset(a for a in dims if a is not None))
         for node in segment.nodes:
             self._node(node)
         # The program's own values are useful by definition: they keep its own derivation alive.
@@ -89,9 +87,7 @@ class Program:
             return
         if node.op is Op.SIZE:
             axis = self.size_axis(node)
-            self.poly[node] = (
-                t.constant(1.0) if axis is None else t.atom("size", axis, free=frozenset())
-            )
+            self.poly[node] = t.constant(1.0) if axis is None else t.atom(Size(axis))
             # Sizes stay symbols: axes of one extent today must not be confused.
             self.tiny[node] = F.scalar(1.0 if axis is None else float(1_000_003 + 7919 * axis))
             return

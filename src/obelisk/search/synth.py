@@ -24,7 +24,7 @@ from obelisk.ir import Node, Op
 from obelisk.search import field as F
 from obelisk.search.axes import Axis, Dims
 from obelisk.search.program import Program, aligned, apply_field
-from obelisk.search.terms import Poly
+from obelisk.search.terms import Peak, Poly
 from obelisk.search.tiles import both, broadcast, given, led, meet, rescaled, running, turned
 from obelisk.search.value import COMBINED, LEAD, LOOP_AT, Counts, Mode, Schedule, Stage, Value
 
@@ -574,7 +574,7 @@ class Synthesis:
         if len(mono) != 1:
             return
         kind = self.terms.kind[mono[0][0]]
-        if kind[0] != "peak" or kind[2] != a.poly.id:
+        if not isinstance(kind, Peak) or kind.of is not a.poly:
             return
         dims = broadcast(a.dims, b.dims)
         if dims is None or dims != a.dims:

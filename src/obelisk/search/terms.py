@@ -16,8 +16,9 @@ part of the goal as it stands.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, assert_never
 
 Axis = int
 Number = Any  # an int, almost always, or a Fraction: they have no common type with arithmetic
@@ -36,6 +37,85 @@ class Poly:
         self.id, self.terms, self.axes = ident, terms, axes
 
 
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An input of the segment, by its number or name."""
+
+    name: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A number other than 0, 1 and -1."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The extent of an axis."""
+
+    axis: Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Two sums that are not multiplied out."""
+
+    first: Poly
+    second: Poly
+
+
+@dataclass(frozen=True, slots=True)
+class Inverse:
+    """1 over a sum."""
+
+    of: Poly
+
+
+@dataclass(frozen=True, slots=True)
+class Exp:
+    """exp of one monomial; its exponent in a product is the monomial's coefficient."""
+
+    of: Mono
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """An uninterpreted elementwise function."""
+
+    name: str
+    args: tuple[Poly, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The maximum over axes."""
+
+    axes: frozenset[Axis]
+    of: Poly
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """The sum over `axes` of a product that these axes connect."""
+
+    axes: frozenset[Axis]
+    body: Mono
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A factor with a bound axis under a fresh name."""
+
+    axis: Axis
+    fresh: Axis
+    factor: int
+
+
+Factor = Leaf | Const | Size | Product | Inverse | Exp | Function | Peak | Component | Renamed
+
+
 class Terms:
     """An arena of factors and polynomials. All arithmetic is memoised; nothing is shared between
     arenas.
@@ -46,9 +126,10 @@ class Terms:
     )
 
     def __init__(self) -> None:
-        self._factors: dict[object, int] = {}
-        self.kind: list[tuple[object, ...]] = []
+        self._factors: dict[Factor, int] = {}
+        self.kind: list[Factor] = []
         self.free: list[frozenset[Axis]] = []
+        self._components: dict[tuple[frozenset[Axis], Mono], int] = {}
         self._polys: dict[object, Poly] = {}
         self._memo: dict[object, Poly] = {}
         self._masses: dict[int, Number] = {}
@@ -56,7 +137,7 @@ class Terms:
         self._fresh = 1_000_000  # renamed bound axes
 
     # -- factors ---------------------------------------------------------------------------------
-    def factor(self, kind: tuple[object, ...], free: frozenset[Axis]) -> int:
+    def factor(self, kind: Factor, free: frozenset[Axis]) -> int:
         """The id of a factor."""
         found = self._factors.get(kind)
         if found is None:
@@ -76,7 +157,7 @@ class Terms:
             found = self._polys[items] = Poly(len(self._polys), items, axes)
         return found
 
-    def atom(self, *kind: object, free: frozenset[Axis]) -> Poly:
+    def atom(self, kind: Factor, free: frozenset[Axis] = frozenset()) -> Poly:
         """A polynomial that is one atom."""
         return self.poly({((self.factor(kind, free), 1),): 1})
 
@@ -86,7 +167,7 @@ class Terms:
         """
         if value in (0.0, 1.0, -1.0):
             return self.poly({ONE: int(value)})
-        return self.atom("const", value, free=frozenset())
+        return self.atom(Const(value))
 
     # -- arithmetic ------------------------------------------------------------------------------
     def add(self, a: Poly, b: Poly, sign: int = 1) -> Poly:
@@ -109,9 +190,7 @@ class Terms:
                 # Two sums are not multiplied out: the expansion has many parts that no kernel
                 # wants.
                 first, second = sorted((a, b), key=lambda x: x.id)
-                self._memo[key] = self.atom(
-                    "product", first.id, second.id, (first, second), free=a.axes | b.axes
-                )
+                self._memo[key] = self.atom(Product(first, second), a.axes | b.axes)
             else:
                 terms: dict[Mono, Number] = {}
                 for m, c in a.terms:
@@ -126,7 +205,7 @@ class Terms:
         if len(a.terms) == 1:
             ((mono, c),) = a.terms
             return self.poly({tuple((f, -e) for f, e in mono): _reciprocal(c)})
-        return self.atom("inverse", a.id, a, free=a.axes)
+        return self.atom(Inverse(a), a.axes)
 
     def sum(self, a: Poly, axis: Axis) -> Poly:
         """The sum over an axis."""
@@ -143,15 +222,13 @@ class Terms:
         inside = [(f, e) for f, e in mono if axis in self.free[f]]
         outside = tuple((f, e) for f, e in mono if axis not in self.free[f])
         if not inside:
-            size = self.factor(("size", axis), frozenset())
+            size = self.factor(Size(axis), frozenset())
             return _product(outside, ((size, 1),))
         axes, body = {axis}, ONE
         for f, e in inside:
             kind = self.kind[f]
-            if kind[0] == "component" and e == 1:
-                bound, inner = kind[1], kind[2]
-                assert isinstance(bound, frozenset)
-                assert isinstance(inner, tuple)
+            if isinstance(kind, Component) and e == 1:
+                bound, inner = kind.axes, kind.body
                 clash = bound & axes
                 if clash:  # two sums over one axis: rename one, bound names are local
                     bound, inner = self._rename(bound, inner, clash)
@@ -162,8 +239,11 @@ class Terms:
         return _product(outside, ((self._component(frozenset(axes), body), 1),))
 
     def _component(self, axes: frozenset[Axis], body: Mono) -> int:
-        free = frozenset().union(*(self.free[f] for f, _ in body)) - axes
-        return self.factor(("component", axes, body), free)
+        found = self._components.get((axes, body))
+        if found is None:
+            free = frozenset().union(*(self.free[f] for f, _ in body)) - axes
+            found = self._components[axes, body] = self.factor(Component(axes, body), free)
+        return found
 
     def _rename(
         self, bound: frozenset[Axis], inner: Mono, clash: frozenset[Axis]
@@ -175,7 +255,7 @@ class Terms:
             renamed = []
             for f, e in inner:
                 if axis in self.free[f]:
-                    g = self.factor(("renamed", axis, fresh, f), (self.free[f] - {axis}) | {fresh})
+                    g = self.factor(Renamed(axis, fresh, f), (self.free[f] - {axis}) | {fresh})
                     renamed.append((g, e))
                 else:
                     renamed.append((f, e))
@@ -187,21 +267,21 @@ class Terms:
         mono: dict[int, Number] = {}
         for m, c in a.terms:
             free: frozenset[Axis] = frozenset().union(*(self.free[f] for f, _ in m))
-            mono[self.factor(("exp", m), free)] = c
+            mono[self.factor(Exp(m), free)] = c
         return self.poly({tuple(sorted(mono.items())): 1})
 
     def function(self, name: str, *args: Poly) -> Poly:
         """An uninterpreted elementwise function."""
         free: frozenset[Axis] = frozenset().union(*(a.axes for a in args))
-        return self.atom("function", name, tuple(a.id for a in args), args, free=free)
+        return self.atom(Function(name, args), free)
 
     def peak(self, a: Poly, axis: Axis) -> Poly:
         """The maximum over an axis; a maximum of a maximum over one axis is itself."""
         if len(a.terms) == 1 and len(a.terms[0][0]) == 1:
             kind = self.kind[a.terms[0][0][0][0]]
-            if kind[0] == "peak" and axis in kind[1]:  # type: ignore[operator]
+            if isinstance(kind, Peak) and axis in kind.axes:
                 return a
-        return self.atom("peak", frozenset({axis}), a.id, a, free=a.axes - {axis})
+        return self.atom(Peak(frozenset({axis}), a), a.axes - {axis})
 
     def mass(self, a: Poly) -> Number | None:
         """How many atoms a monomial is made of, powers counted, gauge aside; None for a longer
@@ -227,8 +307,8 @@ class Terms:
             kind = self.kind[factor]
             if self.is_gauge(factor):
                 found = 0
-            elif kind[0] == "component":
-                found = self._total(kind[2])  # type: ignore[arg-type]
+            elif isinstance(kind, Component):
+                found = self._total(kind.body)
             else:
                 found = 1
             self._weights[factor] = found
@@ -253,17 +333,13 @@ class Terms:
         return self.poly({m: c for m, c in a.terms if not self._is_peak(m)})
 
     def _is_peak(self, mono: Mono) -> bool:
-        return len(mono) == 1 and self.kind[mono[0][0]][0] == "peak"
+        return len(mono) == 1 and isinstance(self.kind[mono[0][0]], Peak)
 
     # -- gauge -----------------------------------------------------------------------------------
     def is_gauge(self, factor: int) -> bool:
         """True for exp of a maximum: softmax may be multiplied and divided by it at will."""
         kind = self.kind[factor]
-        if kind[0] != "exp":
-            return False
-        inner = kind[1]
-        assert isinstance(inner, tuple)
-        return len(inner) == 1 and self.kind[inner[0][0]][0] == "peak"
+        return isinstance(kind, Exp) and self._is_peak(kind.of)
 
     def strip(self, mono: Mono) -> Mono:
         """The monomial without gauge factors."""
@@ -319,24 +395,28 @@ class Goal:
             if e < 0:
                 self._context(t.poly({((f, -e),): 1}))
             kind = t.kind[f]
-            match kind[0]:
-                case "component":
-                    self._factors(kind[2])  # type: ignore[arg-type]
-                case "exp":
-                    self._context(t.poly({kind[1]: 1}))  # type: ignore[dict-item]
-                case "function":
-                    for arg in kind[3]:  # type: ignore[attr-defined]
+            match kind:
+                case Component():
+                    self._factors(kind.body)
+                case Exp():
+                    self._context(t.poly({kind.of: 1}))
+                case Function():
+                    for arg in kind.args:
                         self._context(arg)
-                case "product":
-                    for arg in kind[3]:  # type: ignore[attr-defined]
-                        self._context(arg)
-                case "peak":
-                    self._context(kind[3])  # type: ignore[arg-type]
+                case Product():
+                    self._context(kind.first)
+                    self._context(kind.second)
+                case Peak():
+                    self._context(kind.of)
                     self._context(t.poly({((f, 1),): 1}))
-                case "inverse":
-                    self._context(kind[2])  # type: ignore[arg-type]
-                case "renamed":
-                    self._factors(((kind[3], 1),))  # type: ignore[arg-type]
+                case Inverse():
+                    self._context(kind.of)
+                case Renamed():
+                    self._factors(((kind.factor, 1),))
+                case Leaf() | Const() | Size():
+                    pass
+                case _:
+                    assert_never(kind)
 
     def useful(self, poly: Poly) -> bool:
         """True if some context contains `poly` times one cofactor (a product, sums over axes
@@ -358,8 +438,8 @@ class Goal:
         for mono, _ in terms:
             for f, e in mono:
                 kind = self.arena.kind[f]
-                if kind[0] == "component" and e > 0:
-                    out.update(g for g, _ in kind[2])  # type: ignore[attr-defined]
+                if isinstance(kind, Component) and e > 0:
+                    out.update(g for g, _ in kind.body)
                 else:
                     out.add(f)
         return frozenset(out)
@@ -391,14 +471,14 @@ class Goal:
         components: list[tuple[frozenset[Axis], dict[int, Number]]] = []
         for f, e in t:
             kind = arena.kind[f]
-            if kind[0] == "component" and e > 0:
+            if isinstance(kind, Component) and e > 0:
                 for _ in range(int(e)):
-                    components.append((kind[1], dict(kind[2])))  # type: ignore[arg-type, call-overload]
+                    components.append((kind.axes, dict(kind.body)))
             else:
                 slots[f] = e
         items: list[tuple[int, Number]] = []
         for f, e in v:
-            if arena.kind[f][0] == "component" and e > 0:
+            if isinstance(arena.kind[f], Component) and e > 0:
                 items.extend([(f, 1)] * int(e))
             else:
                 items.append((f, e))
@@ -419,13 +499,12 @@ class Goal:
             return
         f, e = items[at]
         kind = self.arena.kind[f]
-        if kind[0] == "component" and e > 0:
-            axes: frozenset[Axis] = kind[1]  # type: ignore[assignment]
-            body: Mono = kind[2]  # type: ignore[assignment]
+        if isinstance(kind, Component) and e > 0:
+            axes = kind.axes
             for i, (bound, inner) in enumerate(components):
-                if not axes <= bound or any(not _covers(inner.get(g, 0), x) for g, x in body):
+                if not axes <= bound or any(not _covers(inner.get(g, 0), x) for g, x in kind.body):
                     continue
-                left = _minus(inner, body)
+                left = _minus(inner, kind.body)
                 if any(axes & self.arena.free[g] for g in left):
                     continue  # summed too early: something left depends on the axis
                 yield from self._place(
