@@ -84,3 +84,24 @@ def test_the_copying_warp_fits_into_the_largest_block() -> None:
 def test_declared_shared_memory_is_counted() -> None:
     text = "  __shared__ bool last;\n  __shared__ __align__(8) unsigned long long ring[6];\n"
     assert static_shared(text + "  extern __shared__ __align__(16) char arena[];\n") == 16 + 48
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_slot_is_given_back_behind_a_fence(name: str) -> None:
+    """An arrival does not wait for loads under way: without a fence in front of it the copy engine
+    overtook reads of a tile (moe on an H200: 6 of 100 calls wrong in a row of 16 elements).
+    """
+    for options in variants(FUSED[name], find("h200")):
+        try:
+            module = lower_cuda(FUSED[name], find("h200"), options)
+        except Infeasible:
+            continue
+        for kernel in module.kernels:
+            header, entry, body = kernel.source.partition('extern "C" __global__')
+            assert entry
+            assert "ob_barrier_arrive(" not in body
+            assert ("ob_barrier_leave(empty + at, lane);" in body) == bool(kernel.maps)
+            if kernel.maps:
+                leave = header[header.index("void ob_barrier_leave") :].partition("}")[0]
+                fence, arrive = leave.index("fence.proxy.async"), leave.index("ob_barrier_arrive")
+                assert fence < leave.index("__syncwarp") < arrive

@@ -561,8 +561,7 @@ class Fragments(Clustered):
             for name in self.unsettled:
                 t.line(f"ob_wgmma_settle({name});")
         if self.bulk:
-            t.line("__syncwarp();")
-            t.line("if (lane == 0) ob_barrier_arrive(empty + at);")
+            t.line("ob_barrier_leave(empty + at, lane);")
             t.line(f"if (++slot == {self.buffers}) slot = 0, parity ^= 1;")
         t.close()
 
