@@ -46,7 +46,7 @@ REPORT = {
     "choice", "notes", "schema", "program", "digest", "device", "chosen", "baselines",
     "candidates", "search",
     "cached", "interrupted", "floor_us", "seed", "budget_seconds", "seconds", "stages", "failures",
-    "spread_us", "unavailable", "environment",
+    "ratios", "spread_us", "unavailable", "environment",
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from obelisk.app.calls import Bound
 from obelisk.app.cuda_calls import REMEMBERED, _Loaded
 from obelisk.app.pipeline import optimize_given
 from obelisk.app.profiling import profile
+from obelisk.app.request import Wanted
 from obelisk.base.errors import BuildFailed, CallError, UserError
 from obelisk.build.cuda import Cubin, Resources
 from obelisk.build.device import CudaLibrary
@@ -122,14 +123,14 @@ def test_candidates_of_another_machine_are_judged_here(
     for name in ("ortools", "egglog", "rustworkx"):
         monkeypatch.setitem(sys.modules, name, None)
     found = read_candidates(file)
-    best = optimize_given(found.program, found, device="cuda", budget=6.0, baselines=())
+    best = optimize_given(found.program, found, Wanted("cuda", 6.0, baselines=()))
     assert best.report.chosen.status == "ok"
     assert any("found for h200" in note for note in best.report.notes)
     assert not best.report.cached
     other = KernelGraph("other")
     other.output(other.exp(other.input((4, 4), name="x")))
     with pytest.raises(UserError, match="candidates are of squares, not of other"):
-        optimize_given(other.freeze(), found, device="cuda")
+        optimize_given(other.freeze(), found, Wanted("cuda"))
 
 
 def test_sizes_that_cannot_be_made_cost_no_run(

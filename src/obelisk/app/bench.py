@@ -22,6 +22,7 @@ from obelisk.app.backends import backend_of, on_gpu
 from obelisk.app.pipeline import optimize_given
 from obelisk.app.programs import PROGRAMS, PUBLISHED, find_program
 from obelisk.app.report import BaselineRow, Report
+from obelisk.app.request import Wanted
 from obelisk.base.errors import ObeliskError, UserError
 from obelisk.base.progress import Progress
 from obelisk.ir import DType
@@ -141,16 +142,9 @@ def run_bench(
         kind = graph.inputs[0].dtype.value
         try:
             stored = candidates / f"{program.name}_{n}.json" if candidates else None
-            best = optimize_given(
-                graph,
-                read_candidates(stored) if stored else None,
-                device=device,
-                budget=budget,
-                seed=seed,
-                cache=cache,
-                baselines=backend.rivals,
-                progress=progress,
-            )
+            found = read_candidates(stored) if stored else None
+            wanted = Wanted(device, budget, seed, cache, baselines=backend.rivals)
+            best = optimize_given(graph, found, wanted, progress)
             row = BenchRow(program.name, n, kind, best.report)
         except ObeliskError as error:
             row = BenchRow(program.name, n, kind, None, f"{type(error).__name__}: {error}")

@@ -21,6 +21,7 @@ from obelisk.app.loading import graph_of, load_entries, load_for, target_dtype
 from obelisk.app.pipeline import SPACE, optimize, optimize_given
 from obelisk.app.profiling import Profile, profile
 from obelisk.app.report import show_bytes, show_us
+from obelisk.app.request import Wanted
 from obelisk.base.errors import ParseError, UserError
 from obelisk.base.progress import Progress
 from obelisk.ir import Graph
@@ -146,10 +147,8 @@ def tune_command(
     """The body of `obelisk tune`: judge, build and measure what a search found elsewhere."""
     found: CandidateFile = read_candidates(file)
     with Display() as progress:
-        best = optimize_given(
-            found.program, found, device=device, budget=budget, seed=seed, without=without,
-            progress=progress,
-        )  # fmt: skip
+        wanted = Wanted(device, budget, seed, without=without)
+        best = optimize_given(found.program, found, wanted, progress)
     print_report(best.report, to_text(best.graph), stdout())
     if save is not None:
         best.save(save)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from obelisk.app.account import Tried, baseline_rows, candidate_rows, environment
@@ -24,7 +24,7 @@ from obelisk.app.backends import Lowering
 from obelisk.app.compiled import Artifact, Compiled, materialise
 from obelisk.app.loading import load_for
 from obelisk.app.report import Report, SearchRow, count_failures
-from obelisk.app.request import Request, make_request
+from obelisk.app.request import Request, Wanted, make_request
 from obelisk.app.sizing import structure
 from obelisk.app.storage import fetch, keep, key_of
 from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError, UserError
@@ -123,33 +123,14 @@ def optimize(
     if isinstance(program, str):
         program = load_for(program, device)
     graph = program.freeze() if isinstance(program, KernelGraph) else program
-    return optimize_given(
-        graph,
-        None,
-        device=device,
-        budget=budget,
-        seed=seed,
-        cache=cache,
-        verify_level=verify_level,
-        baselines=baselines,
-        threads=threads,
-        without=without,
-        progress=progress,
-    )
+    wanted = Wanted(device, budget, seed, cache, verify_level, baselines, threads, without)
+    return optimize_given(graph, None, wanted, progress)
 
 
 def optimize_given(
     graph: Graph,
     found: CandidateFile | None,
-    *,
-    device: str = "cpu",
-    budget: float = 60.0,
-    seed: int = 0,
-    cache: bool = True,
-    verify_level: str = "full",
-    baselines: Sequence[str] | None = None,
-    threads: int | None = None,
-    without: Sequence[str] = (),
+    wanted: Wanted,
     progress: Progress | None = None,
 ) -> Compiled:
     """`optimize` on candidates that were found elsewhere, instead of a search (None: search).
@@ -157,18 +138,9 @@ def optimize_given(
     They are judged, built and measured here like any others; the cache is left alone. Raises
     `UserError` for candidates of another program, and what `optimize` raises.
     """
-    request = make_request(
-        graph,
-        device,
-        budget,
-        seed,
-        cache and found is None,
-        verify_level,
-        None if baselines is None else tuple(baselines),
-        settings().threads if threads is None else threads,
-        SPACE,
-        tuple(without),
-    )
+    if found is not None:
+        wanted = replace(wanted, cache=False)
+    request = make_request(graph, wanted, SPACE)
     run = _Run(request, progress or Silent())
     if found is not None:
         if found.program.digest != graph.digest:

@@ -1,4 +1,4 @@
-"""What `optimize` was asked for, checked: the frozen value that the stages of one run share."""
+"""What `optimize` was asked for: as given (`Wanted`), and checked (`Request`, one for a run)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,28 @@ from typing import Any
 
 from obelisk.app.backends import Backend, backend_of
 from obelisk.base.errors import UnknownName, UserError
+from obelisk.base.settings import settings
 from obelisk.ir import Graph
 from obelisk.machine import Machine
 from obelisk.search import Space
 
 LEVELS = ("full", "quick")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The arguments of `optimize` but for the program, as the user gave them; None: the default of
+    the back end or of the settings.
+    """
+
+    device: str = "cpu"
+    budget: float = 60.0
+    seed: int = 0
+    cache: bool = True
+    verify_level: str = "full"
+    baselines: Sequence[str] | None = None
+    threads: int | None = None
+    without: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +88,31 @@ def restricted(backend: Backend, options: Sequence[Any], without: Sequence[str])
     return list(dict.fromkeys(replace(o, **changes) if changes else o for o in known))
 
 
-def make_request(
-    program: Graph,
-    device: str,
-    budget: float,
-    seed: int,
-    cache: bool,
-    verify_level: str,
-    baselines: tuple[str, ...] | None,
-    threads: int,
-    space: Space,
-    without: tuple[str, ...] = (),
-) -> Request:
+def make_request(program: Graph, wanted: Wanted, space: Space) -> Request:
     """Check every part; raises `UnknownName` or `UserError` naming the part and what is allowed,
-    and `MissingDependency` where there is no compiler. Without `baselines`: the back end's own.
+    and `MissingDependency` where there is no compiler.
     """
-    backend = backend_of(device)
-    restricted(backend, (), without)
-    if not budget > 0:
-        raise UserError(f"budget is {budget} s, expected more than 0")
-    if verify_level not in LEVELS:
-        raise UnknownName(f"verify_level {verify_level!r}: known are {', '.join(LEVELS)}")
+    backend = backend_of(wanted.device)
+    restricted(backend, (), wanted.without)
+    threads = settings().threads if wanted.threads is None else wanted.threads
+    if not wanted.budget > 0:
+        raise UserError(f"budget is {wanted.budget} s, expected more than 0")
+    if wanted.verify_level not in LEVELS:
+        raise UnknownName(f"verify_level {wanted.verify_level!r}: known are {', '.join(LEVELS)}")
     if threads < 1:
         raise UserError(f"threads is {threads}, expected 1 or more")
     return Request(
-        program,
-        backend.machine(device),
-        device,
-        budget,
-        seed,
-        cache,
-        verify_level,
-        backend.quick if baselines is None else baselines,
-        threads,
-        space,
-        backend,
-        backend.toolchain(),
-        without,
+        program=program,
+        machine=backend.machine(wanted.device),
+        device=wanted.device,
+        budget=wanted.budget,
+        seed=wanted.seed,
+        cache=wanted.cache,
+        verify_level=wanted.verify_level,
+        baselines=backend.quick if wanted.baselines is None else tuple(wanted.baselines),
+        threads=threads,
+        space=space,
+        backend=backend,
+        toolchain=backend.toolchain(),
+        without=tuple(wanted.without),
     )
