@@ -86,7 +86,9 @@ def test_a_planted_fault_is_found_by_name(
     assert kind in str(first)
 
 
-def test_what_cannot_be_compared_is_refused(compiler: str) -> None:
+def test_what_cannot_be_compared_is_refused(
+    tmp_path: Path, compiler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Another target, and asking for what was not recorded."""
     session = session_of(plan_of())
     with pytest.raises(CallError, match=r"start_recording first; known are .*up:act"):
@@ -94,6 +96,9 @@ def test_what_cannot_be_compared_is_refused(compiler: str) -> None:
     session.plan = replace(session.plan, target="cuda")
     with pytest.raises(UserError, match="for cuda"):
         compare(session, TENSORS.__getitem__)
+    write_plan(session.plan, tmp_path / "a.plan")
+    assert main(["plan", "compare", str(tmp_path / "a.plan")]) == 2
+    assert "Compare a CPU plan of the same model" in capsys.readouterr().err
 
 
 def test_the_command_lists_and_judges(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -21,13 +22,15 @@ from tests.mega_cuda_models import MODELS, Rounded
 from tests.mega_models import random_tensors
 
 from obelisk.app import synth_cuda
-from obelisk.base.errors import CallError
+from obelisk.base.errors import CallError, UserError
 from obelisk.engine import Engine
 from obelisk.machine import find
+from obelisk.mega.cuda.layout import cuda_layout
 from obelisk.plan import Plan
 from obelisk.runtime import CudaSession
 from obelisk.runtime import cuda as runtime
-from obelisk.runtime.packing import pack, stored
+from obelisk.runtime.gptq import Grouped
+from obelisk.runtime.packing import pack, quantise_groups, stored
 from obelisk.runtime.prefill import Segment
 from obelisk.tasks import Workload, parse_config, parse_format
 
@@ -39,7 +42,7 @@ from obelisk.runtime import prefill_torch, unpacking_torch  # noqa: E402 (they i
 
 CONTEXT = 96
 # Of the largest key or value: one step of 16 bits, and what the kernel's marks move.
-CLOSE = {"bf16": 2e-2, "fp16": 2.5e-3}
+CLOSE = {"bf16": 2e-2, "fp16": 2.5e-3, "int8": 2.5e-3, "w4a16": 2.5e-3}
 Array = Any
 
 
@@ -71,7 +74,7 @@ def prompts_of(lengths: list[int], vocab: int = 259) -> list[list[int]]:
     return [[int(t) for t in rng.integers(0, vocab, n)] for n in lengths]
 
 
-def cache(session: Any) -> list[Array]:
+def held(session: Any) -> list[Array]:
     """Keys and values as float32."""
     kind = ml_dtypes.bfloat16 if session.plan.cache.format == "bf16" else np.float16
     return [
@@ -97,28 +100,31 @@ def apart(got: list[Array], want: list[Array]) -> float:
     ("name", "form"),
     [("qwen3, 24", "bf16"), ("qwen3, 24", "fp16"), ("llama, groups of 4", "bf16"),
      ("qwen2, groups of 7, tied", "bf16"), ("llama, no groups, biases, odd sizes", "bf16"),
-     ("llama, no groups, biases, odd sizes", "fp16")],
+     ("llama, no groups, biases, odd sizes", "fp16"), ("qwen3, 24", "int8"),
+     ("llama, no groups, biases, odd sizes", "int8"), ("llama, groups of 4", "w4a16"),
+     ("qwen3, 24", "w4a16")],
 )  # fmt: skip
 def test_keys_and_values_are_the_kernel_s(name: str, form: str) -> None:
-    """Every family, biases, head norms, odd sizes, both formats; behind the prompt nothing changes.
+    """Every family, biases, head norms, odd sizes, every format; behind the prompt nothing changes.
     Both are as close to the float64 reference that rounds as the kernel does.
     """
     session = session_of(name, form=form, context=32)
     (prompt,) = prompts_of([21])
     session._run([runtime._Slot(tuple(prompt), 22, 21, 0, runtime.Sampling())], (), 21)
-    want = [part[:, :, :, :21] for part in cache(session)]
+    want = [part[:, :, :, :21] for part in held(session)]
     fill(session, 0x41)
-    before = cache(session)
+    before = held(session)
     assert session.outside([prompt])
     assert list(session.position) == [21]
-    got = cache(session)
+    got = held(session)
     for now, then in zip(got, before, strict=True):
         assert np.array_equal(now[:, :, :, 21:], then[:, :, :, 21:])
     got = [part[:, :, :, :21] for part in got]
     assert apart(got, want) < CLOSE[form]
     tensors = random_tensors(MODELS[name], 4)
     means = stored(session.plan.layout, tensors.__getitem__)
-    reference = Rounded(MODELS[name], {k: means(k) for k in tensors}, form)
+    kind = session.plan.cache.format
+    reference = Rounded(MODELS[name], {k: means(k) for k in tensors}, kind)
     for token in prompt:
         reference.step(token)
     right = [np.stack(x)[:, None].swapaxes(2, 3) for x in (reference.keys, reference.values)]
@@ -134,7 +140,7 @@ def test_slots_of_different_lengths_pieces_and_blocks(monkeypatch: pytest.Monkey
     fill(session, 0)
     assert session.outside(feeds)
     assert list(session.position) == [33, 0, 5, 80]
-    want = cache(session)
+    want = held(session)
     assert not want[0][:, 1].any()
     monkeypatch.setattr(prefill_torch, "SCORES", 1)
     for size in (7, 64):
@@ -143,7 +149,7 @@ def test_slots_of_different_lengths_pieces_and_blocks(monkeypatch: pytest.Monkey
         assert session.outside([f[:3] for f in feeds])
         assert session.outside([f[3:] for f in feeds])
         assert list(session.position) == [33, 0, 5, 80]
-        assert apart(cache(session), want) < 1e-2
+        assert apart(held(session), want) < 1e-2
 
 
 def test_tokens_are_those_of_the_kernel_alone() -> None:
@@ -222,24 +228,61 @@ def test_memory_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert session.prefill_from is None
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp16"])
-def test_unpacking_is_the_inverse_of_packing(form: str) -> None:
-    """Every matrix of a layer, and rows of the embedding, as `stored` means them."""
+@pytest.mark.parametrize("most", [0, 1, 3, 6])
+def test_a_session_without_room_leaves_nothing(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device memory ends after some pieces: the error is told, and every piece is given back."""
+    devices: list[Any] = []
+    plain = twin.TwinDevice.allocate
+
+    def short(self: Any, nbytes: int) -> int:
+        devices.append(self)
+        if len(self.held) == most:
+            raise UserError("the plan needs 1 bytes more, the device has 0 of 0 free")
+        return plain(self, nbytes)
+
+    monkeypatch.setattr(twin.TwinDevice, "allocate", short)
+    with pytest.raises(UserError, match="bytes more"):
+        session_of("qwen3, 24", context=32)
+    assert devices
+    assert not devices[0].held
+
+
+@pytest.mark.parametrize(
+    ("form", "zeros"),
+    [("bf16", False), ("fp16", False), ("int8", False), ("w4a16", False), ("w4a16", True),
+     ("w4a16:64", True)],
+)  # fmt: skip
+def test_unpacking_is_the_inverse_of_packing(form: str, zeros: bool) -> None:
+    """Every matrix of a layer, and rows of the embedding, as `stored` means them; 4-bit weights to
+    one rounding to fp16, with zeros of their own or without.
+    """
     name = "llama, no groups, biases, odd sizes"
-    plan = plan_of(name, form=form)
+    kind, _, group = form.partition(":")
+    work = replace(Workload(1, 64, parse_format(kind)), zeros=zeros)
+    layout = cuda_layout(parse_config(MODELS[name]), replace(work, group=int(group or work.group)))
     tensors = random_tensors(MODELS[name], 3)
-    arena = torch.from_numpy(pack(plan.layout, tensors.__getitem__))
-    means = stored(plan.layout, tensors.__getitem__)
+    rng = np.random.default_rng(1)
+
+    @cache
+    def grouped(key: str) -> Grouped | None:
+        if not zeros or "layers" not in key or tensors[key].ndim < 2:
+            return None
+        made = quantise_groups(tensors[key], int(group or work.group))
+        return replace(made, zero=rng.integers(0, 16, made.zero.shape).astype(np.uint8))
+
+    arena = torch.from_numpy(pack(layout, tensors.__getitem__, grouped))
+    means = stored(layout, tensors.__getitem__, grouped)
     names = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
-    for m in plan.layout.layer_matrices:
+    for m in layout.layer_matrices:
         if m.name in names:
             want = means(f"model.layers.0.{names[m.name]}.weight")
-            read = unpacking_torch.reader(arena, plan.layout.layer_offset, m)
-            got = read().value.float().numpy()
-            assert np.array_equal(got[: len(want)], want)
+            got = unpacking_torch.reader(arena, layout.layer_offset, m)()
+            value = got.value.float() if got.scale is None else got.value * got.scale[:, None]
+            off = np.abs(value.float().numpy()[: len(want)] - want).max()
+            assert off <= (2**-11 if kind == "w4a16" else 0) * np.abs(want).max()
     table = means("model.embed_tokens.weight")
     which = torch.tensor([0, 258, 7, 7, 100])
-    got = unpacking_torch.rows_of(arena, 0, plan.layout.matrices[0], which).numpy()
+    got = unpacking_torch.rows_of(arena, 0, layout.matrices[0], which).numpy()
     assert np.array_equal(got, table[which.numpy()])
 
 
@@ -248,7 +291,7 @@ def test_a_key_in_the_wrong_place_shows() -> None:
     session = session_of("qwen3, 24", context=32)
     (prompt,) = prompts_of([21])
     assert session.outside([prompt])
-    want = cache(session)
+    want = held(session)
     fill(session, 0)
     session._prompts.run([Segment(0, 1, tuple(prompt))])
-    assert apart([c[:, :, :, 1:22] for c in cache(session)], [c[:, :, :, :21] for c in want]) > 0.5
+    assert apart([c[:, :, :, 1:22] for c in held(session)], [c[:, :, :, :21] for c in want]) > 0.5

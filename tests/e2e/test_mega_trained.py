@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,8 +102,13 @@ def test_text_goes_in_and_comes_out(
     base = ["generate", str(plan), "--greedy", "--max-tokens", "12"]
     assert main([*base, "--prompt", "A plan "]) == 0
     text = capsys.readouterr().out
-    assert main([*base, "--prompt-ids", ",".join(map(str, ids)), "--ids"]) == 0
-    last = capsys.readouterr().out.strip().splitlines()[-1]
+    said = folder.parent / "said.json"
+    command = [*base, "--prompt-ids", ",".join(map(str, ids)), "--ids", "--json", str(said)]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    last = printed.out.strip().splitlines()[-1]
+    assert re.search(r"loaded: plan [\d.]+ s, weights [\d.]+ s, kernel and memory", printed.err)
+    assert set(json.loads(said.read_text())["loaded"]) == {"plan", "weights", "rest"}
     tokens = [int(t) for t in last.split(",")]
     assert len(tokens) == 12
     assert tokenizer.decode(tokens) + "\n" == text
@@ -118,7 +124,7 @@ def test_commands_refuse_with_exit_code_2_and_one_line(
         (["synth", str(folder / "nowhere"), "-o", "x"], "no model directory"),
         (
             ["synth", str(folder), "-o", "x", "--device", "sm_90a", "--weights", "fp32"],
-            "bf16, fp16, not fp32",
+            "bf16, fp16, int8, w4a16, not fp32",
         ),
         (["synth", str(folder), "-o", "x", "--batch", "9"], "1 to 8"),
         (["synth", str(folder), "-o", "x", "--context", "513"], "1 to 512"),

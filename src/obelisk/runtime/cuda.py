@@ -152,9 +152,23 @@ class CudaSession(Session):
         how: Mapping[str, Any] = plan.schedule["launch"]
         self.how = how
         self._owned: list[int] = []
+        self._prompts: Any = None  # a `TorchPrefill`, once it was needed
         self.kernel = Kernel(
             device, plan.binary, how["entry"], how["blocks"], how["threads"], how["shared"]
         )
+        try:
+            self._take_memory(arena)
+        except BaseException:  # where memory is short, a smaller plan may find room
+            self.close()
+            raise
+        self.tag = self.uses = self.withhold = 0
+        self.keep_logits = False
+        self.kernel_seconds = 0.0
+        self.alone = not has_torch()
+
+    def _take_memory(self, arena: Array | int) -> None:
+        """Weights, cache, what blocks exchange, rotary tables."""
+        plan, device = self.plan, self.device
         if isinstance(arena, int):
             self.weights = arena
         else:
@@ -164,7 +178,7 @@ class CudaSession(Session):
             device.upload(self.weights, arena)
         half = plan.cache.nbytes // 2
         self.key_memory, self.value_memory = self._new(half), self._new(half)
-        self.exchanged = self._new(how["exchanged"])
+        self.exchanged = self._new(self.how["exchanged"])
         angle = np.outer(
             np.arange(plan.context, dtype=np.float64), np.asarray(plan.frequencies, np.float64)
         )
@@ -172,11 +186,6 @@ class CudaSession(Session):
         for address, table in zip(self.tables, (np.cos(angle), np.sin(angle)), strict=True):
             device.upload(address, table.astype(np.float32))
         self.small = self._new(4096)
-        self.tag = self.uses = self.withhold = 0
-        self.keep_logits = False
-        self.kernel_seconds = 0.0
-        self._prompts: Any = None  # a `TorchPrefill`, once it was needed
-        self.alone = not has_torch()
 
     def _new(self, nbytes: int) -> int:
         address = self.device.allocate(nbytes)
