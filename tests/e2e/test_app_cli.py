@@ -37,10 +37,10 @@ def wrong(g):
     x, w = g.input((4, 32), name="x"), g.input((32, 48), name="w")
     return g.div(g.matmul(x, w), g.mean(g.square(x)))
 """
-CHOSEN = {"index", "kernels", "time_us", "verdict", "bound"}
+CHOSEN = {"index", "kernels", "time_us", "verdict", "bound", "target"}
 CANDIDATE = {
     "index", "kernels", "bytes", "predicted_us", "time_us", "spread_us", "verdict", "bound",
-    "status", "reason", "variant", "variants", "chosen", "note", "relative_error",
+    "status", "reason", "target", "variant", "variants", "chosen", "note", "relative_error",
 }  # fmt: skip
 REPORT = {
     "choice", "notes", "schema", "program", "digest", "device", "chosen", "baselines",

@@ -110,6 +110,23 @@ def build_directory() -> Path:
     return settings().cache_dir / "build"
 
 
+def work_folder(home: Path, name: str = "", text: str = "") -> Path:
+    """A new folder beside `home`, with a file `name`, to build in and then to rename; raises
+    `BuildFailed` where nothing can be written.
+    """
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
+        if name:
+            (work / name).write_text(text, encoding="utf-8")
+        return work
+    except OSError as error:
+        raise BuildFailed(
+            f"cannot write to the build directory {home.parent}: {error}; "
+            "set OBELISK_CACHE to a writable one"
+        ) from error
+
+
 def _reason(log: str, returncode: int) -> str:
     """The first error line of a compiler's output."""
     for line in log.splitlines():
@@ -169,14 +186,7 @@ def compile_c(
     library, log = home / "kernel.so", home / "build.log"
     if library.is_file():
         return Built(library, 0.0, log, True)
-    try:
-        home.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=home.parent))
-    except OSError as error:
-        raise BuildFailed(
-            f"cannot write to the build directory {home.parent}: {error}; "
-            "set OBELISK_CACHE to a writable one"
-        ) from error
+    work = work_folder(home)
     start = time.monotonic()
     kept = home.parent / f"{key}.failed.log"
     try:

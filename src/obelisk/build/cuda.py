@@ -24,6 +24,7 @@ from pathlib import Path
 from obelisk.base.digest import digest
 from obelisk.base.errors import BuildFailed, MissingDependency
 from obelisk.base.settings import settings, usable_cores
+from obelisk.build.compiler import work_folder
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 REASON_CHARS = 300
@@ -180,14 +181,7 @@ def compile_cuda(
         with contextlib.suppress(ValueError, TypeError, OSError):
             return Cubin(cubin, 0.0, Resources(**json.loads(facts.read_text())), True)
     start = time.monotonic()
-    try:
-        home.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=home.parent))
-    except OSError as error:
-        raise BuildFailed(
-            f"cannot write to the build directory {home.parent}: {error}; "
-            "set OBELISK_CACHE to a writable one"
-        ) from error
+    work = work_folder(home)
     try:
         try:
             if who.startswith("nvrtc"):

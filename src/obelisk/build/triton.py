@@ -30,6 +30,7 @@ from typing import Any
 from obelisk.base.digest import digest
 from obelisk.base.errors import BuildFailed, InternalError, MissingDependency
 from obelisk.base.settings import settings, usable_cores
+from obelisk.build.compiler import work_folder
 from obelisk.build.cuda import REASON_CHARS, Resources
 from obelisk.ir.dtype import DType
 from obelisk.lower.cuda.options import CudaKernel, CudaLaunch, CudaModule, Place, Pointer
@@ -130,15 +131,7 @@ class _Builds:
         """A folder with the text, and what the child needs to know."""
         key = self.key(kernel)
         home = self.root / key[:2] / key
-        try:
-            home.parent.mkdir(parents=True, exist_ok=True)
-            work = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=home.parent))
-            (work / "kernel.py").write_text(kernel.source, encoding="utf-8")
-        except OSError as error:
-            raise BuildFailed(
-                f"cannot write to the build directory {home.parent}: {error}; "
-                "set OBELISK_CACHE to a writable one"
-            ) from error
+        work = work_folder(home, "kernel.py", kernel.source)
         description = {
             "folder": str(work), "entry": kernel.entry,
             "pointers": [_ELEMENT[d] for d in kernel.pointers], "aligned": list(kernel.aligned),

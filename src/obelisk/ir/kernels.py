@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from obelisk.ir.node import Node
+from obelisk.ir.node import Node, common_ends
 from obelisk.ir.op import Op
 
 Array = Any  # numpy arrays; `Any` because ml_dtypes scalars defeat numpy's own annotations
@@ -115,12 +115,7 @@ def _short_reshape(
     actual: tuple[int, ...], static: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The target shape when dims outside the reshaped middle are short (last tiles)."""
-    front = 0
-    while front < min(len(static), len(target)) and static[front] == target[front]:
-        front += 1
-    back = 0
-    while back < min(len(static), len(target)) - front and static[-1 - back] == target[-1 - back]:
-        back += 1
+    front, back = common_ends(static, target)
     return actual[:front] + target[front : len(target) - back] + actual[len(actual) - back :]
 
 

@@ -159,6 +159,20 @@ def topological(roots: Iterable[Node]) -> list[Node]:
     return order
 
 
+def common_ends(a: Shape, b: Shape) -> tuple[int, int]:
+    """How many dims two shapes share in front, and how many of the others at the end: what lies
+    between is what a reshape of one to the other moves.
+    """
+    most = min(len(a), len(b))
+    front = 0
+    while front < most and a[front] == b[front]:
+        front += 1
+    back = 0
+    while back < most - front and a[-1 - back] == b[-1 - back]:
+        back += 1
+    return front, back
+
+
 def users(roots: Iterable[Node]) -> dict[Node, list[Node]]:
     """For each node below `roots`, the nodes that read it (once per operand position)."""
     out: dict[Node, list[Node]] = {}

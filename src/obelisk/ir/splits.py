@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from obelisk.base.errors import MalformedGraph
 from obelisk.ir.block import Phase, Split, is_ragged
-from obelisk.ir.node import Node
+from obelisk.ir.node import Node, common_ends
 from obelisk.ir.op import LoadAttrs, Op
 
 if TYPE_CHECKING:
@@ -83,12 +83,7 @@ class _Rules:
 
     def reshape(self, node: Node, operand: Node, cut: Splits) -> Splits:
         a, b = operand.shape, node.shape
-        front = 0
-        while front < min(len(a), len(b)) and a[front] == b[front]:
-            front += 1
-        back = 0
-        while back < min(len(a), len(b)) - front and a[-1 - back] == b[-1 - back]:
-            back += 1
+        front, back = common_ends(a, b)
         self.whole(node, operand, cut, range(front, len(a) - back))
         middle: Splits = (None,) * (len(b) - front - back)
         return cut[:front] + middle + cut[len(a) - back :]

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from obelisk.ir.node import common_ends
 from obelisk.ir.op import BroadcastAttrs, ReshapeAttrs, SliceAttrs, TransposeAttrs
 from obelisk.lower.tile import Access, Extent, View
 
@@ -69,12 +70,7 @@ def reshape(view: View, attrs: ReshapeAttrs) -> View | None:
     level).
     """
     a, b = view.sizes, attrs.shape
-    front = 0
-    while front < min(len(a), len(b)) and a[front] == b[front]:
-        front += 1
-    back = 0
-    while back < min(len(a), len(b)) - front and a[-1 - back] == b[-1 - back]:
-        back += 1
+    front, back = common_ends(a, b)
     end_a, end_b = len(a) - back, len(b) - back
     middle = reshape_strides(a[front:end_a], view.strides[front:end_a], b[front:end_b])
     if middle is None:
