@@ -11,6 +11,9 @@ import pytest
 from tests.cuda_graphs import attention, experts, gated, norm_matmul
 
 from obelisk.build.device import module_from_json, module_json
+from obelisk.ir import DType, Graph, Node, build, make_graph
+from obelisk.ir.build import BlockBuilder, input_node
+from obelisk.ir.op import SizeScope
 from obelisk.lower.cuda import CudaOptions, Place, TensorMap, describe, lower_cuda
 from obelisk.lower.cuda.fragment import Fragments
 from obelisk.lower.cuda.kernel import cluster_waves, planned
@@ -39,7 +42,7 @@ def tile_source(graph):  # type: ignore[no-untyped-def]
 def test_tall_tiles_are_multiplied_by_four_warps() -> None:
     text = source(TALL)
     assert "ob_wgmma<1>(ob_f16{}" in text
-    assert "ob_mma(ob_f16{}" not in text
+    assert "ob_mma(ob_f16{}" not in body(text)
     assert "ob_mma(ob_f16{}" in source(TALL, wgmma=False)
     low = attention(2, 32, 512, 64, row_tile=32, split=2, key_tile=64)
     assert "ob_wgmma<" not in source(low)
@@ -67,9 +70,9 @@ def test_the_blocks_of_a_cluster_send_each_other_their_shares() -> None:
     assert kernel.cluster == 2
     assert module.counters == 0
     assert [p.place for p in launch.arguments] == [Place.INPUT] * 3 + [Place.OUTPUT]
-    body = kernel.source.partition('extern "C"')[2]
-    assert body.count("ob_cluster_arrive();") == body.count("ob_cluster_wait();") == 2
-    assert "ob_remote(y" in body
+    text = body(kernel.source)
+    assert text.count("ob_cluster_arrive();") == text.count("ob_cluster_wait();") == 2
+    assert "ob_remote(y" in text
 
 
 @pytest.mark.parametrize(
@@ -194,10 +197,105 @@ def test_boxes_start_where_the_tiles_do(graph) -> None:  # type: ignore[no-untyp
             assert row + box.tensor.box_rows <= box.tensor.rows
 
 
+NORM = attention(2, 64, 512, 64, row_tile=64, split=2, key_tile=64, norm=True)
+
+
 def test_scales_of_rows_are_computed_once_in_a_group() -> None:
-    graph = attention(2, 64, 512, 64, row_tile=64, split=2, key_tile=64, norm=True)
-    assert "__shared__ float scales" in source(graph)
-    assert "__shared__ float scales" not in source(graph, share_scales=False)
+    assert "__shared__ float scales" in source(NORM, remake=False)
+    assert "__shared__ float scales" not in source(NORM, remake=False, share_scales=False)
+
+
+def unsafe(*, twice: bool = False, norm_keys: bool = False) -> Graph:
+    """exp(q k) rms(v) over a loop, without a peak; `twice` reads v as it is, too; `norm_keys`
+    normalises k, held as (keys, dim), as well.
+    """
+    q = input_node(0, (64, 64), DType.F16)
+    k, v = (input_node(i, (512, 64), DType.F16) for i in (1, 2))
+    b = BlockBuilder((1,), 8)
+
+    def rms(x: Node) -> Node:
+        n = build.size(x, 1, SizeScope.TILE)
+        return build.div(x, build.sqrt(build.div(build.sum(build.square(x), 1), n)))
+
+    tq, tk, tv = b.load(q, (None,)), b.load(k, (None,), 0), b.load(v, (None,), 0)
+    p = build.exp(build.matmul(tq, build.transpose(rms(tk) if norm_keys else tk)))
+    o = build.accum_sum(build.matmul(p, rms(tv)))
+    if twice:
+        o = build.add(o, build.accum_sum(build.matmul(p, tv)))
+    b.store(build.div(o, build.accum_sum(build.sum(p, 1))), (None,), dtype=DType.F16)
+    return make_graph((q, k, v), b.launch(), name="unsafe")
+
+
+def body(text: str) -> str:
+    """A kernel without the header library."""
+    return text[text.index('extern "C"') :]
+
+
+def test_normalised_values_are_written_into_their_tile_while_the_scores_are_made() -> None:
+    loop = body(source(unsafe()))
+    loop = loop[loop.index("for (int it = group") :]
+    order = (
+        "ob_wgmma_commit", "ob_ldmatrix(", "ob_stmatrix(", "ob_operand_fence", "ob_wgmma_wait",
+        "ob_group_barrier",
+    )  # fmt: skip
+    places = [loop.index(t) for t in order]
+    assert places == sorted(places)
+    assert loop.rindex("ob_wgmma_begin") > places[-1]  # p v comes behind the barrier
+    assert loop.count("ob_stmatrix(") == 1
+
+
+@pytest.mark.parametrize("machine", OLDER, ids=lambda m: m.arch)
+def test_older_architectures_write_operands_into_tiles_too(machine) -> None:  # type: ignore[no-untyped-def]
+    assert body(source(unsafe(norm_keys=True), machine)).count("ob_stmatrix(") == 1
+    assert "ob_stmatrix(" not in body(source(unsafe(norm_keys=True), machine, remake=False))
+
+
+def test_a_scale_never_goes_to_a_left_operand_that_has_no_bound() -> None:
+    """exp(s) up to 65504 times a scale above 1 would be infinite in f16: it goes to fragments of v,
+    whose products with it are what the program says.
+    """
+    for machine in (H200, *OLDER):
+        text = body(source(unsafe(), machine, wgmma=False))
+        assert "ob_times(b[i], pair" in text
+        assert " * scale" not in text
+    assert "ob_times" not in body(source(NORM, wgmma=False))  # exp(s - peak) has room
+    assert " * scale" in body(source(NORM, wgmma=False))
+
+
+def test_a_tile_that_others_read_is_left_as_it_is() -> None:
+    text = body(source(unsafe(twice=True)))
+    assert "ob_stmatrix(" not in text
+    assert "ob_wgmma<" not in text
+
+
+def test_normalised_keys_are_multiplied_by_four_warps() -> None:
+    text = body(source(unsafe(norm_keys=True)))
+    assert "ob_wgmma<0>" in text
+    assert "ob_wgmma<1>" in text
+    assert text.count("ob_stmatrix(") == 2
+
+
+def test_squares_of_a_tile_are_added_up_by_products() -> None:
+    """The diagonal of rows times themselves."""
+    for text in (source(unsafe()), source(unsafe(norm_keys=True))):
+        assert re.search(r"ob_mma\(ob_f16\{\}, (g\d+)\[e\]\[0\], .*(f\d+)\[k\]\[2 \+ e\]\)", text)
+
+
+def test_a_computed_left_operand_takes_the_factor_of_the_power() -> None:
+    def exponential(double: bool) -> Graph:
+        q, k = input_node(0, (64, 64), DType.F16), input_node(1, (512, 64), DType.F16)
+        b = BlockBuilder((1,), 8)
+        tq, tk = b.load(q, (None,)), b.load(k, (None,), 0)
+        s = build.matmul(build.mul(tq, 0.125) if double else tq, build.transpose(tk))
+        p = build.exp(s)
+        b.store(build.accum_sum(build.matmul(p, tk)), (None,), dtype=DType.F16)
+        return make_graph((q, k), b.launch(), name="exponential")
+
+    computed, loaded = (body(source(exponential(x))) for x in (True, False))
+    assert "* OB_LOG2E" in computed
+    assert "ob_exp2(" in computed
+    assert "ob_fast_exp(" not in computed
+    assert "ob_fast_exp(" in loaded
 
 
 def test_the_plan_names_layouts_order_pipeline_and_memory() -> None:

@@ -84,8 +84,9 @@ class Fragments(Clustered):
         self.wide = self._wide()
         self._warps()
         self._stages()
-        self.packed = {}
+        self.packed, self.raws = {}, {}
         self.unsettled = []
+        self.written, self.fenced = set(), set()
 
     # ---- plan
 
@@ -115,14 +116,6 @@ class Fragments(Clustered):
         ):
             raise Infeasible("an axis that is rows of one product and columns of another")
 
-    def tile_dims(self, node: Node) -> tuple[tuple[int, int], tuple[int, int]]:
-        """A load's two axes with their strides in device memory, the contiguous one last."""
-        strides, _ = self.load_moves(node)
-        outer, inner = ((a, strides[d]) for d, a in enumerate(self.axes.of[node]) if a is not None)
-        if outer[1] == 1 and inner[1] != 1:
-            outer, inner = inner, outer
-        return outer, inner
-
     def _wide(self) -> bool:
         """Whether four warps make every product together: rows are a multiple of 64, right operands
         lie in shared memory as they are, and their rows there are whole lines.
@@ -138,7 +131,9 @@ class Fragments(Clustered):
             assert k is not None
             assert n is not None
             found = self.scaled(a, b, k, n)
-            source = base_of(found[0] if found else b)
+            if found is not None and not self.bounded(a):
+                found = None
+            source = self.in_tile(node, True) or base_of(found[0] if found else b)
             if source not in self.operands:
                 return False
             (_, _), (inner, _) = self.tile_dims(source)

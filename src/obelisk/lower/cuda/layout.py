@@ -88,13 +88,14 @@ def right_dim(axis: Axis, warps: int = 1) -> Dim:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A dealing of axes to threads. `order` lists the axes, the one with vectors last; `idle`: not
-    all threads hold elements of their own.
+    all threads hold elements of their own; `apart`: long folds in a thread are kept in parts.
     """
 
     name: str
     dims: Mapping[int, Dim]
     order: tuple[int, ...]
     idle: bool = False
+    apart: bool = False
 
     def __hash__(self) -> int:
         return hash((self.name, self.order))

@@ -13,11 +13,11 @@ from obelisk.ir.block import Phase
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
 from obelisk.lower.cuda.layout import Layout
-from obelisk.lower.cuda.product import Products
+from obelisk.lower.cuda.remade import Remade
 from obelisk.lower.cuda.values import ACCUMULATORS, State, Text, Value, base_of
 
 
-class Joined(Products):
+class Joined(Remade):
     """Prints what joins the groups.
 
     Attributes:

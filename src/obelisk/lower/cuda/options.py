@@ -34,6 +34,8 @@ class CudaOptions:
         wgmma: four warps make a product together where the device can and tiles allow it.
         share_scales: the scale of a row of a right operand is computed once by the threads of a
             group, not by each of its warps.
+        remake: a right operand that is computed from a tile in shared memory is written there by
+            the group's warps.
         bulk: a warp of its own fills the pipeline with bulk copies where the device has them.
         resident: blocks that one SM shall hold at a time (0: as many as the grid has for it, and
             two where weights are streamed, so that the next launch's blocks find room to start
@@ -57,6 +59,7 @@ class CudaOptions:
     wgmma: bool = True
     bulk: bool = True
     share_scales: bool = True
+    remake: bool = True
     threads: int = 256
 
 

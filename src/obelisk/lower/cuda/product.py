@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 from obelisk.base.errors import Infeasible
 from obelisk.ir.block import Phase
+from obelisk.ir.dtype import DType
 from obelisk.ir.node import Node
 from obelisk.ir.op import Op
+from obelisk.lower.chains import ELEMENTWISE
 from obelisk.lower.cuda.layout import Dim, Layout, column_dim, right_dim
 from obelisk.lower.cuda.names import CTYPE
 from obelisk.lower.cuda.options import CudaOptions
-from obelisk.lower.cuda.values import Text, Value, Values, base_of
+from obelisk.lower.cuda.values import VIEWS, Text, Value, Values, base_of
 
 HOIST_REGISTERS = 64  # of an operand that is kept in registers through the loop
 WIDE_ROWS = WIDE_COLUMNS = 64  # of a product by four warps
@@ -67,7 +69,7 @@ class Products(Values):
         wide: four warps make a product together.
         bulk: a warp of its own fills the pipeline. `aligned`: some tiles are swizzled.
         unsettled: accumulators whose products run on to the end of an iteration.
-        c: the layout of results. `stages`: loads in shared memory.
+        c: the layout of results. `stages`: loads in shared memory; `operands`: those that will be.
     """
 
     m: int
@@ -86,6 +88,7 @@ class Products(Values):
     c: Layout
     stages: dict[Node, Stage]
     operands: dict[Node, None]
+    products: list[Node]
     packed: dict[tuple[Node, str], str]
     unsettled: list[str]
     side_depth: set[int]
@@ -96,6 +99,14 @@ class Products(Values):
         shared = self.column_warps if n in self.shared_axes else 1
         dims = {k: column_dim(axes[k], 16), n: right_dim(axes[n], shared)}
         return Layout(f"right {k} {n}", dims, (k, n))
+
+    def tile_dims(self, node: Node) -> tuple[tuple[int, int], tuple[int, int]]:
+        """A load's two axes with their strides in device memory, the contiguous one last."""
+        strides, _ = self.load_moves(node)
+        outer, inner = ((a, strides[d]) for d, a in enumerate(self.axes.of[node]) if a is not None)
+        if outer[1] == 1 and inner[1] != 1:
+            outer, inner = inner, outer
+        return outer, inner
 
     # ---- fragments of staged tiles
 
@@ -155,8 +166,6 @@ class Products(Values):
         name = self.name("at")
         text.line(f"const unsigned {name} = {self.place(stage, side)};")
         return name
-
-    # ---- operands
 
     # ---- operands
 
@@ -220,7 +229,7 @@ class Products(Values):
 
     def scaled(self, a: Node, b: Node, k: int, n: int) -> tuple[Node, Node, bool] | None:
         """For b = v * s or v / s with one s a step of depth: (v, s, divided). The scale may as well
-        go to a computed left operand: then v needs no second tile.
+        go to a computed left operand or to fragments of v: then v needs no second tile.
         """
         node = base_of(b)
         if node.op not in (Op.MUL, Op.DIV) or base_of(a) in self.operands:
@@ -235,6 +244,70 @@ class Products(Values):
         if set(self.axes.known(v)) != {k, n} or base_of(s).op is Op.LOAD:
             return None
         return v, s, node.op is Op.DIV
+
+    def bounded(self, a: Node) -> bool:
+        """Whether a left operand has room in its dtype for a scale: it is exp(x - peak of x), or
+        has the exponents of f32.
+        """
+        node = base_of(a)
+        if a.dtype is DType.BF16:
+            return True
+        gap = base_of(node.inputs[0]) if node.op is Op.EXP else None
+        if gap is None or gap.op is not Op.SUB:
+            return False
+        x, peak = (base_of(v) for v in gap.inputs)
+        if peak.op is Op.RUNNING_MAX:
+            peak = base_of(peak.inputs[0])
+        return peak.op is Op.REDUCE_MAX and base_of(peak.inputs[0]) is x
+
+    def by_two(self, node: Node) -> bool:
+        """Whether a product's result is in units of log 2: nothing but a fast exponential reads it,
+        and its left operand, which is computed, takes the factor before it is rounded.
+        """
+        if node.op is not Op.MATMUL or len(self.users[node]) != 1 or node in self.stored:
+            return False
+        (power,), left = self.users[node], base_of(node.inputs[0])
+        if power.op is not Op.EXP or not self.narrow(power) or left in self.operands:
+            return False
+        a, b = node.inputs
+        k, n = self.axes.of[a][-1], self.axes.of[b][-1]
+        if k is None or n is None or self.scaled(a, b, k, n) is not None:
+            return False
+        return left.op in ELEMENTWISE and self.reads(left) == {node}
+
+    def reads(self, node: Node) -> set[Node]:
+        """What reads a value, views of it left out."""
+        found: set[Node] = set()
+        for user in self.users[node]:
+            found |= self.reads(user) if user.op in VIEWS else {user}
+        return found
+
+    # ---- operands that are written into their tiles: `remade` prints them
+
+    def tile_of(self, x: Node) -> Node | None:
+        """The staged load whose tile a right operand can take."""
+        return None
+
+    def in_tile(self, product: Node, wide: bool) -> Node | None:
+        """The staged load in whose tile a product finds its right operand computed: where no scale
+        can go elsewhere.
+        """
+        a, b = product.inputs
+        k, n = self.axes.of[a][-1], self.axes.of[b][-1]
+        assert k is not None
+        assert n is not None
+        if self.scaled(a, b, k, n) is not None and (self.bounded(a) or not wide):
+            return None
+        return self.tile_of(b)
+
+    def remake(self, product: Node, text: Text) -> None:
+        """Write a product's right operand where its tile is."""
+
+    def meet(self, x: Node, text: Text) -> None:
+        """Wait until all warps of the group have written a right operand."""
+
+    def meanwhile(self, node: Node, text: Text) -> None:
+        """Print what can be done while the product `node` runs."""
 
     def deal(self, b: Node, s: Node, k: int, n: int) -> Layout | None:
         """A layout in which the threads of a group share the rows of the staged tile `b`, so that
@@ -265,7 +338,7 @@ class Products(Values):
             self.axes.axes[n], part, f"member % {across} * {part} + {{r}}", lanes, (1, 1),
             f"member % {across} == 0" if across > 1 else "", VECTOR, True,
         )  # fmt: skip
-        return Layout(f"rows {k} {n}", {k: down, n: along}, (k, n))
+        return Layout(f"rows {k} {n}", {k: down, n: along}, (k, n), apart=True)
 
     def reaches_more(self, s: Node, b: Node) -> bool:
         """Whether a value depends on more than the staged tile `b` and constants."""
@@ -280,15 +353,15 @@ class Products(Values):
             stack.extend(x.inputs)
         return False
 
-    def shared_scale(self, s: Node, divided: bool, deal: Layout, text: Text) -> str:
-        """The scale (its reciprocal if `divided`) at register r{k}, by way of shared memory."""
+    def shared_scale(self, a: Node, s: Node, divided: bool, deal: Layout, text: Text) -> str:
+        """The scale (its reciprocal if `divided`) at register r{k}, by way of shared memory. A left
+        operand `a` that the scale does not go to is made before the group meets, so that neither
+        waits for the other.
+        """
         k, n = deal.order
-        value = self.value(s, deal)
         depth = self.axes.axes[k].extent
+        item = self.reciprocal(s, deal) if divided else self.at(self.value(s, deal))
         name, got = self.name("scales"), self.name("scale")
-        item = self.at(value)
-        if divided:
-            item = f"ob_fast_inverse({item})"
         barrier = f"ob_group_barrier<{self.group_threads}>(1 + group);"
         text.line(f"__shared__ float {name}[{self.groups * depth}];")
         if self.bulk:
@@ -298,12 +371,49 @@ class Products(Values):
         where = f"{name}[group * {depth} + {self.index(k, deal)}]"
         text.line(f"{f'if ({lead}) ' if lead else ''}{where} = {item};")
         self.unnest(text, (k,))
+        if not self.bounded(a):
+            self.value(a, self.c)
         text.line(barrier)
         text.line(f"float {got}[{self.c.dim(k).registers}];")
         self.nest(text, (k,), self.c)
         text.line(f"{got}[r{k}] = {name}[group * {depth} + {self.index(k, self.c)}];")
         self.unnest(text, (k,))
         return f"{got}[r{k}]"
+
+    def scale_of(self, node: Node, text: Text) -> str:
+        """The scale of each step of depth of a product's right operand, at register r{k}."""
+        a, b = node.inputs
+        k, n = self.axes.of[a][-1], self.axes.of[b][-1]
+        assert k is not None
+        assert n is not None
+        found = self.scaled(a, b, k, n)
+        if found is None:
+            return ""
+        v, s, divided = found
+        deal = self.deal(base_of(v), base_of(s), k, n)
+        if deal is not None:
+            return self.shared_scale(a, base_of(s), divided, deal, text)
+        if divided:
+            return self.reciprocal(base_of(s), self.right(k, n))
+        return self.at(self.value(s, self.right(k, n)))
+
+    def scale_pairs(self, scale: str, k: int, dtype: str, text: Text) -> str:
+        """Scales of steps of depth, two to a register as fragments of right operands have them."""
+        name = self.name("pair")
+        count = self.c.dim(k).registers // 2
+        text.line(f"unsigned {name}[{count}];")
+        text.line("#pragma unroll")
+        text.open(f"for (int i = 0; i < {count}; i++)")
+        text.line("float s[2];")
+        text.line("#pragma unroll")
+        text.open("for (int j = 0; j < 2; j++)")
+        text.line(f"const int r{k} = 2 * i + j;")
+        guard = self.guard(k, self.c)
+        text.line(f"s[j] = {f'({guard}) ? {scale} : 0.0f' if guard else scale};")
+        text.close()
+        text.line(f"{name}[i] = ob_pack({dtype}{{}}, s[0], s[1]);")
+        text.close()
+        return name
 
     def load_rows(self, stage: Stage, layout: Layout, text: Text) -> Value:
         """A staged tile in a layout that deals its rows to threads."""
@@ -359,7 +469,7 @@ class Products(Values):
             if value.axes != (self.m, k):
                 raise Infeasible("a left operand without rows or depth of its own")
             if scale:
-                home = text
+                home = home if scale == "OB_LOG2E" else text
                 product = Value(self.name("v"), value.axes, "f")
                 self.declare(home, product, self.c)
                 self.nest(home, value.axes, self.c)
@@ -439,23 +549,26 @@ class Products(Values):
         assert k is not None
         assert n is not None
         dtype = CTYPE[a.dtype]
-        scale = ""
-        found = self.scaled(a, b, k, n)
-        if found is not None:
-            b, s, divided = found
-            layout = self.right(k, n)
-            deal = self.deal(base_of(b), base_of(s), k, n)
-            if deal is not None:
-                scale = self.shared_scale(base_of(s), divided, deal, text)
-            elif divided:
-                scale = self.derived(base_of(s), layout, "inv", "ob_fast_inverse({0})")
-            else:
-                scale = self.at(self.value(s, layout))
-        fill_a, ready_a = self.left(a, k, text, scale)
+        scale, pairs = "", ""
+        if not self.wide:
+            self.remake(node, text)  # early: other products lie before the group meets
+        found, made = self.scaled(a, b, k, n), self.in_tile(node, self.wide)
+        if found is not None and made is None:
+            b = found[0]
+            scale = self.scale_of(node, text)
+            if not self.bounded(a):
+                pairs, scale = self.scale_pairs(scale, k, dtype, text), ""
+        fill_a, ready_a = self.left(a, k, text, scale or ("OB_LOG2E" if self.by_two(node) else ""))
+        if made is not None:
+            self.remake(node, text)  # where none ran meanwhile
+            self.meet(b, text)
+            b = made
         if self.wide:
-            self.multiply_wide(base_of(b), (k, n), value, text, (fill_a, ready_a, fresh))
+            self.multiply_wide(base_of(b), (k, n), value, text, (fill_a, ready_a, fresh), node)
             return
         fill_b, low, high = self.right_operand(b, k, n, text)
+        if pairs:
+            fill_b += f" for (int i = 0; i < 4; i++) b[i] = ob_times(b[i], {pairs}[2 * k + i % 2]);"
         if fresh:
             self.declare(text, value, self.c, "0.0f")
         steps = self.c.dim(k).registers // 4
@@ -501,8 +614,11 @@ class Products(Values):
         value: Value,
         text: Text,
         left: tuple[str, str, bool],
+        node: Node,
     ) -> None:
-        """value (+)= a @ b by four warps at once; b is a swizzled tile in shared memory."""
+        """value (+)= a @ b, the product `node`, by four warps at once; b is a swizzled tile in
+        shared memory.
+        """
         (k, n), (fill_a, ready_a, fresh) = axes, left
         stage = self.stages[b]
         self.side_depth = {k}
@@ -546,6 +662,8 @@ class Products(Values):
         for _ in range(3):
             text.close()
         text.line("ob_wgmma_commit();")
+        if fresh:
+            self.meanwhile(node, text)
         if fresh or text is not self.out[Phase.LOOP]:
             text.line("ob_wgmma_wait();")
             text.line(f"ob_wgmma_settle({value.name});")

@@ -233,6 +233,10 @@ class Values:
         """value (+)= the product `node`."""
         raise Infeasible("a product has no place in this layout")
 
+    def by_two(self, node: Node) -> bool:
+        """Whether a value is held in units of log 2, for the power of two that it is raised to."""
+        return False
+
     # ---- the loop's values
 
     def running(self, node: Node, layout: Layout) -> Value:
@@ -369,15 +373,19 @@ class Values:
             ]
             kind = meeting_kind(operands, "f" if node.op is Op.LESS else kind_here)
             below = self.below(node, layout, inside) if kind == "f" else ""
-            args = [] if below else [self.scalar(x, layout, kind, inside) for x in picked]
+            args = [] if below else [self.scalar(picked[0], layout, kind, inside)]
+            inverse = self.inverse(node, layout, inside) if kind == "f" else ""
+            if not below and not inverse:
+                args += [self.scalar(x, layout, kind, inside) for x in picked[1:]]
             if node.op is Op.WHERE:
                 args.insert(0, self.scalar(node.inputs[0], layout, "m", inside))
             have = "m" if node.op is Op.LESS else kind
-            inverse = self.inverse(node, layout, inside) if kind == "f" else ""
             if below:
                 text = below
             elif inverse:
                 text = f"{args[0]} * {inverse}"
+            elif node.op is Op.EXP and self.by_two(base_of(node.inputs[0])):
+                text = f"ob_exp2({args[0]})"
             elif kind == "f" and self.narrow(node) and node.op in FAST:
                 text = f"{FAST[node.op]}({', '.join(args)})"
             elif kind == "f" and self.narrow(node) and node.op is Op.DIV:
@@ -431,7 +439,15 @@ class Values:
             return ""
         if kind_of(node.inputs[1].dtype) != "f":
             return ""
-        return self.derived(base_of(node.inputs[1]), layout, "inv", "ob_fast_inverse({0})")
+        return self.reciprocal(base_of(node.inputs[1]), layout)
+
+    def reciprocal(self, node: Node, layout: Layout) -> str:
+        """1 / value at the current registers, made once; of a root, in one step."""
+        alone = len(self.users[node]) == 1 and node not in self.stored
+        if node.op is Op.SQRT and alone and (node, layout) not in self.known:
+            root = base_of(node.inputs[0])
+            return self.derived(root, layout, "root", "ob_fast_inverse_root({0})")
+        return self.derived(node, layout, "inv", "ob_fast_inverse({0})")
 
     def elementwise(self, node: Node, layout: Layout, text: Text) -> Value:
         axes = layout.sorted(self.axes.known(node))
@@ -467,17 +483,46 @@ class Values:
         axes = tuple(a for a in inner if a != axis)
         value = Value(self.name("s" if node.op is Op.SUM else "m"), axes, kind)
         body = self.scalar(operand, layout, kind, frozenset(inner))
-        self.declare(text, value, layout, self.neutral(node.op, kind))
+        parts = self.fold_parts(axes, axis, layout)
+        start = self.neutral(node.op, kind)
+        self.declare(text, value, layout, start if parts == 1 else "")
+        into = self.at(value)
+        if parts > 1:  # sums that do not wait for each other
+            name = self.name("part")
+            sizes = "".join(f"[{layout.dim(a).registers}]" for a in axes)
+            text.line(f"{KIND_TYPE[kind]} {name}{sizes}[{parts}];")
+            places = "".join(f"[r{a}]" for a in axes)
+            self.nest(text, axes, layout)
+            text.line("#pragma unroll")
+            text.line(f"for (int i = 0; i < {parts}; i++) {name}{places}[i] = {start};")
+            self.unnest(text, axes)
+            into = f"{name}{places}[r{axis} % {parts}]"
         self.nest(text, inner, layout)
         guard = self.guard(axis, layout)
         if guard:
-            body = f"({guard}) ? {body} : {self.neutral(node.op, kind)}"
-        joined = self.join(node.op, kind, self.at(value), f"({body})" if guard else body)
-        text.line(f"{self.at(value)} = {joined};")
+            body = f"({guard}) ? {body} : {start}"
+        joined = self.join(node.op, kind, into, f"({body})" if guard else body)
+        text.line(f"{into} = {joined};")
         self.unnest(text, inner)
+        if parts > 1:
+            one, two = (
+                self.join(node.op, kind, f"{name}{places}[{i}]", f"{name}{places}[{i + 1}]")
+                for i in (0, 2)
+            )
+            self.nest(text, axes, layout)
+            text.line(f"{self.at(value)} = {self.join(node.op, kind, f'({one})', f'({two})')};")
+            self.unnest(text, axes)
         if across:
             self.fold_across(node.op, value, axis, layout, text)
         return value
+
+    def fold_parts(self, kept: Sequence[int], axis: int, layout: Layout) -> int:
+        """In how many partial results a thread folds its registers: an addition takes four cycles,
+        and those into one result follow each other. Where a thread has one result of many elements.
+        """
+        alone = prod(layout.dim(a).registers for a in kept) == 1
+        count = layout.dim(axis).registers
+        return 4 if layout.apart and alone and count >= 16 and count % 4 == 0 else 1
 
     def fold_across(self, op: Op, value: Value, axis: int, layout: Layout, text: Text) -> None:
         """Join the parts of a fold that the threads hold."""

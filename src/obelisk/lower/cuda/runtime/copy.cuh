@@ -18,6 +18,14 @@ template <int LEFT> OB_DEVICE void ob_copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
+// Shared memory written by these threads, or by their own copies, becomes visible to the tensor cores
+// and is in order before later bulk copies.
+OB_DEVICE void ob_operand_fence() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Where 16 bytes of a tile lie. STRIDE bytes between rows; or, with STRIDE 0, blocks of 64 columns
 // whose rows are 128 bytes, with the eight chunks of row r in the order chunk ^ (r % 8).
 template <int ROWS, int STRIDE> OB_DEVICE unsigned ob_place(int row, int chunk) {

@@ -22,6 +22,11 @@ OB_DEVICE float ob_fast_inverse(float v) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
+OB_DEVICE float ob_fast_inverse_root(float v) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 OB_DEVICE float ob_fast_max(float a, float b) { return fmaxf(a, b); }
 
 template <class F, int FIRST, int LAST, class T> OB_DEVICE T ob_lane_fold(T v) {

@@ -7,8 +7,6 @@
 OB_DEVICE unsigned long long ob_operand(unsigned at) {
   return (unsigned long long)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// Shared memory written by these threads' own copies becomes visible to the tensor cores.
-OB_DEVICE void ob_operand_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 OB_DEVICE void ob_wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 OB_DEVICE void ob_wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // All products are complete. Ties results to this point: nothing that reads them may be moved before.
