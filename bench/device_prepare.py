@@ -55,7 +55,7 @@ def lowerings(graph: Graph, backend: Any, machine: Any) -> Iterator[Any]:
                         text = backend.lower(g, machine, options[g.digest][choice])
                     except ObeliskError:
                         continue
-                    if text.digest not in seen:
+                    if text.digest not in seen and (g is graph or not text.slow):
                         seen.add(text.digest)
                         made += 1
                         yield text
