@@ -188,41 +188,6 @@ class Remade(Products):
             )
         return self.raws[stage.node]
 
-    def squared(self, node: Node, layout: Layout) -> Stage | None:
-        """The staged tile whose squares a fold adds up along its rows; None for other folds."""
-        if node.op is not Op.SUM or not layout.name.startswith("place "):
-            return None
-        square = base_of(node.inputs[0])
-        tile = base_of(square.inputs[0]) if square.op in (Op.SQUARE, Op.MUL) else None
-        if tile is None or any(base_of(x) is not tile for x in square.inputs):
-            return None
-        return self.stages.get(tile)
-
-    def fold(self, node: Node, layout: Layout, text: Text, across: bool = True) -> Value:
-        """Squares are added up along the rows of a tile as the diagonal of its product with itself:
-        8 rows by 8 rows, 16 steps at a time. The products are exact and the sums f32.
-        """
-        stage = self.squared(node, layout)
-        if stage is None:
-            return super().fold(node, layout, text, across)
-        value = Value(self.name("s"), layout.order[:1], "f")
-        f, name, dtype = self.raw(stage, text), self.name("g"), CTYPE[stage.node.attrs.dtype]
-        text.line(f"float {value.name}[2], {name}[2][4] = {{}};")
-        text.line("#pragma unroll")
-        text.open(f"for (int k = 0; k < {stage.width // FRAGMENT}; k++)")
-        text.line("#pragma unroll")
-        text.line(
-            f"for (int e = 0; e < 2; e++) ob_mma({dtype}{{}}, {name}[e][0], {name}[e][1], "
-            f"{name}[e][2], {name}[e][3], {f}[k], {f}[k][e], {f}[k][2 + e]);"
-        )
-        text.close()
-        text.line("#pragma unroll")
-        text.line(
-            f"for (int e = 0; e < 2; e++) {value.name}[e] = __shfl_sync(0xffffffffu, "
-            f"lane & 4 ? {name}[e][2 * e + 1] : {name}[e][2 * e], (lane & ~3) | (lane >> 3));"
-        )
-        return value
-
     def step_of(self, stage: Stage) -> str:
         """The address of 16 columns, number k, of the rows at `spot`."""
         if stage.stride:
@@ -251,14 +216,12 @@ class Remade(Products):
             return super().load(node, layout, text)
         value = Value(self.name("x"), layout.order, "f")
         self.declare(text, value, layout)
-        dtype = CTYPE[stage.node.attrs.dtype]
+        f, dtype = self.raw(stage, text), CTYPE[stage.node.attrs.dtype]
         text.line("#pragma unroll")
         text.open(f"for (int k = 0; k < {stage.width // FRAGMENT}; k++)")
-        text.line("unsigned f[4];")
-        text.line(f"ob_ldmatrix(f, {self.step_of(stage)});")
         for half in range(2):
             for e in range(2):
                 one = f"{value.name}[{e}][4 * k + {2 * half}"
-                text.line(f"ob_unpack({dtype}{{}}, f[{2 * half + e}], {one}], {one} + 1]);")
+                text.line(f"ob_unpack({dtype}{{}}, {f}[k][{2 * half + e}], {one}], {one} + 1]);")
         text.close()
         return value
