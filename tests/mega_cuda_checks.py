@@ -45,6 +45,7 @@ CASES = [  # model, batch, weights (with :zeros, groups have their own), changes
     ("llama, no groups, biases, odd sizes", 1, "bf16", ""),
     ("llama, no groups, biases, odd sizes", 8, "bf16", "bulk=0+loader_warps=2"),
     ("qwen3, 24", 5, "bf16", ""),
+    ("qwen2, groups of 7, tied", 3, "fp16", "cuts=8+fenced=0+kept=1+chunk_cols=128"),
     ("llama, groups of 4", 1, "w4a16", ""),
     ("llama, groups of 4", 4, "w4a16:32:zeros", "chunk_cols=128+o_split=2"),
     ("qwen3, 128, groups of 2", 2, "w4a16:64", "bulk=0+chunk_cols=512"),

@@ -45,6 +45,8 @@ def _twin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     [("sm_90a", CASES[10]), ("sm_90a", CASES[8]),
      ("sm_89", ("llama, no groups, biases, odd sizes", 3, "fp16", "o_split=3")),
      ("sm_90a", ("llama, groups of 4", 1, "bf16", "staged=4+kv_pieces=1")),
+     ("sm_90a", ("qwen3, 24", 1, "fp16", "cuts=2+fenced=0+kept=1+chunk_cols=64")),
+     ("sm_80", ("qwen3, 24", 2, "bf16", "cuts=4+chunk_cols=128")),
      ("sm_90a", ("qwen3, 24", 2, "w4a16:32:zeros", "")),
      ("sm_89", ("llama, no groups, biases, odd sizes", 1, "w4a16:64", "")),
      ("sm_90a", ("llama, no groups, biases, odd sizes", 2, "int8", "chunk_cols=64")),

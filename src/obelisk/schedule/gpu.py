@@ -73,6 +73,10 @@ class GpuTiling:
             values would come later behind more of them.
         staged: warps whose first 16 positions of the block's piece of the context are copied into
             shared memory at the beginning of a layer; 0: read when attention begins. Not measured.
+        cuts: most parts that a chunk is cut in, each for one warp (`products` chooses): of `CUTS`.
+        fenced: warps hand a unit's sums over behind a fence; else they meet at an mbarrier.
+        kept: fp16 inputs: rows wait in registers for the root of their norm, where these hold them;
+            else they are read a second time.
         slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
         head_bytes: 16 rows by 32 columns of the head, which may be of another format.
         rows: rows of a tile; 16 (the tensor cores' m).
@@ -92,6 +96,9 @@ class GpuTiling:
     barriers: tuple[str, ...] = ()
     in_flight_waiting: int = 2
     staged: int = 0
+    cuts: int = 1
+    fenced: bool = True
+    kept: bool = False
     slab_cols: int = K_BLOCK
     slab_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
     head_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
@@ -214,9 +221,28 @@ def slab_of(form: WeightFormat, group: int = 0, zeros: bool = False) -> tuple[in
     return K_BLOCK, TILE_ROWS * K_BLOCK * size
 
 
+def weight_bits(t: GpuTiling) -> int:
+    """Bits of a weight of a layer's matrix, without its share of scales and zeros."""
+    return 8 * t.slab_bytes // (TILE_ROWS * t.slab_cols)
+
+
 def slabs_of(work: Workload) -> tuple[int, int, int]:
     """A tiling's `slab_cols`, `slab_bytes` and `head_bytes` for a workload."""
     return *slab_of(work.weights, work.group, work.zeros), slab_of(work.weights.outer)[1]
+
+
+def for_weights(t: GpuTiling, work: Workload) -> GpuTiling:
+    """A tiling for a workload's weights, one slab to a chunk, and what suits them by default: whole
+    chunks for 16 bits, as measured; `cut_between` for narrower ones: more columns to a chunk.
+    """
+    cols, size, outer = slabs_of(work)
+    t = replace(t, chunk_cols=cols, slab_cols=cols, slab_bytes=size, head_bytes=outer)
+    return t if weight_bits(t) == 8 * WEIGHT_BYTES else cut_between(t)
+
+
+def cut_between(t: GpuTiling) -> GpuTiling:
+    """A tiling with chunks cut between warps, which meet without a fence, and rows kept."""
+    return replace(t, cuts=max(CUTS), fenced=False, kept=True)
 
 
 def legal_splits(cols: int, limit: int = 16, unit: int = K_BLOCK) -> tuple[int, ...]:
@@ -258,7 +284,7 @@ def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]
     """Every product's cut, by name.
 
     A block that has fewer chunks than warps, or a number that does not come out even, has each cut
-    in 2, 4 or 8 for as many warps, unless the sums that they leave would take too much room.
+    in up to `cuts` parts for as many warps, unless the sums that they leave take too much room.
     """
     hidden = tile_count(model.hidden)
     sizes = {  # units, columns of one
@@ -275,7 +301,7 @@ def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]
         most = -(-units // t.blocks)
         best: tuple[float, Product] | None = None
         for cut in CUTS:
-            if slabs % cut:
+            if cut > t.cuts or slabs % cut:
                 continue
             p = Product(units, cols // slab, slabs, cut)
             shares = min(p.pieces, t.warps)
@@ -338,6 +364,8 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.stages} stages for {t.warps} warps: each warp needs a slot of its own"
     if not 1 <= min(t.in_flight, t.in_flight_waiting) <= max(t.in_flight, 1) <= t.stages:
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
+    if t.cuts not in CUTS:
+        return f"chunks cut in {t.cuts}: expected one of {', '.join(map(str, CUTS))}"
     if not 0 <= t.staged <= t.warps:
         return f"{t.staged} warps with staged positions, there are {t.warps}"
     if t.bulk and not machine.has(Feature.BULK_COPY):
@@ -379,12 +407,24 @@ def with_staged(
     context, its ring cut to what is left; None where that leaves no ring.
     """
     tiles = -(-piece_width(max(1, work.context // 2), t.kv_pieces) // TILE_ROWS)
-    t = replace(t, staged=min(t.warps, tiles))
+    t = _shrunk(model, work, replace(t, staged=min(t.warps, tiles)), machine)
+    return t if refuse(model, work, t, machine) is None else None
+
+
+def fitting_cut(
+    model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
+) -> tuple[GpuTiling, ...]:
+    """`cut_between` of a tiling, its ring cut to what is left; nothing where that leaves none."""
+    t = _shrunk(model, work, cut_between(t), machine)
+    return (t,) if refuse(model, work, t, machine) is None else ()
+
+
+def _shrunk(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> GpuTiling:
+    """A tiling with as many stages of its ring as fit."""
     while t.stages > t.warps and shared_plan(model, work, t).total > machine.shared_bytes:
         t = replace(t, stages=t.stages - 1)
     flight = min(t.in_flight, t.stages)
-    t = replace(t, in_flight=flight, in_flight_waiting=min(t.in_flight_waiting, flight))
-    return t if refuse(model, work, t, machine) is None else None
+    return replace(t, in_flight=flight, in_flight_waiting=min(t.in_flight_waiting, flight))
 
 
 def default_tiling(
@@ -405,19 +445,16 @@ def default_tiling(
     room = machine.shared_bytes // 3
     bulk = machine.has(Feature.BULK_COPY)
     groups = work.batch * model.kv_heads
-    cols, size, outer = slabs_of(work)
+    cols = slabs_of(work)[0]
     t = GpuTiling(
         blocks=count,
-        chunk_cols=cols,
         o_split=_split(model.hidden, model.q_width, count, cols, work.batch, room),
         down_split=_split(model.hidden, model.ffn, count, cols, work.batch, room),
         kv_pieces=max(1, min(8, count // groups)),
         bulk=bulk,
         loader_warps=1,
-        slab_cols=cols,
-        slab_bytes=size,
-        head_bytes=outer,
     )
+    t = for_weights(t, work)
     for slabs in chunk_slabs(work):
         t = replace(t, chunk_cols=slabs * cols, stages=MAX_STAGES)
         while t.stages > t.warps and shared_plan(model, work, t).total > machine.shared_bytes:

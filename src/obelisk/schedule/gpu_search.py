@@ -32,6 +32,7 @@ from obelisk.schedule.gpu import (
     MAX_STAGES,
     GpuTiling,
     default_tiling,
+    for_weights,
     imbalance,
     legal_splits,
     shared_plan,
@@ -167,7 +168,7 @@ def space(
     """
     bulk = machine.has(Feature.BULK_COPY)
     groups = work.batch * model.kv_heads
-    slab, size, outer = slabs_of(work)
+    slab, size, _ = slabs_of(work)
     o_splits = _splits(model.hidden, model.q_width, blocks, slab)
     down_splits = _splits(model.hidden, model.ffn, blocks, slab)
     pieces = [p for p in PIECES if p == 1 or p * groups <= 4 * blocks]
@@ -179,9 +180,9 @@ def space(
     for cols, warps, o, down in product(widths, WARPS, o_splits, down_splits):
         t = GpuTiling(
             blocks, chunk_cols=cols, stages=warps, warps=warps, in_flight=2, o_split=o,
-            down_split=down, kv_pieces=1, rotate=0, bulk=bulk, slab_cols=slab, slab_bytes=size,
-            head_bytes=outer,
+            down_split=down, kv_pieces=1, rotate=0, bulk=bulk,
         )  # fmt: skip
+        t = replace(for_weights(t, work), chunk_cols=cols)
         step = GpuStep(model, work, t)
         if (o, down) not in turns:
             turns[(o, down)] = best_turn(step)
@@ -195,12 +196,16 @@ def space(
 
 # ---- bounds and costs ----
 @lru_cache(maxsize=256)
-def _micro(chunk_cols: int, warps: int, registers: int, small: ModelConfig) -> MicroCosts:
+def _micro(
+    chunk_cols: int, slab: tuple[int, int], warps: int, registers: int, small: ModelConfig
+) -> MicroCosts:
     from obelisk.schedule.ir.micro import POSITIONS, chunk_cycles, span_of
     from obelisk.schedule.ir.passes import phases
     from obelisk.schedule.ir.pipeline import Setting, run
 
-    tiling = GpuTiling(1, chunk_cols=chunk_cols, warps=warps, kv_pieces=1)
+    tiling = GpuTiling(
+        1, chunk_cols=chunk_cols, warps=warps, kv_pieces=1, slab_cols=slab[0], slab_bytes=slab[1]
+    )
     setting = Setting(GpuStep(small, Workload(), tiling), registers=registers)
     found = {p.phase.data: p for p, _ in phases(run(setting, until="order"))}
     chunk = max(chunk_cycles(found[name], warps) for name in ("qkv", "up"))
@@ -216,7 +221,8 @@ def micro_costs(step: GpuStep, registers: int) -> MicroCosts:
     group = step.model.group
     small = replace(step.model, layers=1, hidden=64, ffn=64, vocab=64, kv_heads=1, heads=group)
     try:
-        return _micro(step.tiling.chunk_cols, step.tiling.warps, registers, small)
+        t = step.tiling
+        return _micro(t.chunk_cols, (t.slab_cols, t.slab_bytes), t.warps, registers, small)
     except ImportError as error:
         raise MissingDependency(f"GPU schedules need xdsl: pip install xdsl ({error})") from None
 

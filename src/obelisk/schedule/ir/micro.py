@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from xdsl.dialects.builtin import IntAttr, ModuleOp
 from xdsl.ir import Block, Operation, SSAValue
 
-from obelisk.schedule.gpu import K_BLOCK, TILE_ROWS, WEIGHT_BYTES, GpuTiling
+from obelisk.schedule.gpu import K_BLOCK, GpuTiling, weight_bits
 from obelisk.schedule.gpu_types import CONSUMER as CONSUMER_ROLE
 from obelisk.schedule.gpu_types import LOADER as LOADER_ROLE
 from obelisk.schedule.ir.dialects import (
@@ -43,7 +43,8 @@ MMA = (8, 33)  # of one m16n8k16
 SHUFFLE = (2, 23)
 SPECIAL = (8, 22)
 EVENT = (1, 20)  # looking at, or arriving at, an mbarrier
-FRAGMENTS = TILE_ROWS * K_BLOCK * WEIGHT_BYTES // 512  # of 16 bytes a lane, in 32 columns of a tile
+STEPS = K_BLOCK // 16  # of m16n8k16, in 32 columns of a tile
+DECODE = {16: 0, 8: 12, 4: 18}  # cycles to mask a step's weights; 4 bits: and to add its inputs
 POSITIONS = 16  # of the context, that a warp takes at a time: the m of m16n8k16
 
 
@@ -79,13 +80,17 @@ def _product(pen: _Pen, t: GpuTiling, special: bool) -> None:
     (there,) = pen.put(WaitOp, [landed], EVENT, event=True)
     sums: SSAValue | None = None
     read: list[SSAValue] = []
-    for _ in range(-(-t.chunk_cols // K_BLOCK)):
-        (inputs,) = pen.put(LoadOp, [], SHARED, registers=4)
-        for _ in range(FRAGMENTS):
+    each = 16 // weight_bits(t)  # steps of m16n8k16 whose weights are one load
+    steps = STEPS * -(-t.chunk_cols // K_BLOCK)
+    cost = (MMA[0] + DECODE[weight_bits(t)], MMA[1])
+    for step in range(steps):
+        if step % STEPS == 0:
+            (inputs,) = pen.put(LoadOp, [], SHARED, registers=4)
+        if step % each == 0:
             weights, done = pen.put(FragmentOp, [there], SHARED, registers=4, event=True)
             read.append(done)
-            uses = [weights, inputs] + ([] if sums is None else [sums])
-            (sums,) = pen.put(MultiplyOp, uses, MMA, registers=4)
+        uses = [weights, inputs] + ([] if sums is None else [sums])
+        (sums,) = pen.put(MultiplyOp, uses, cost, registers=4)
     pen.put(ReleaseOp, read, EVENT)
     assert sums is not None
     (total,) = pen.put(ReduceOp, [sums], times(SHUFFLE, 2), registers=2)

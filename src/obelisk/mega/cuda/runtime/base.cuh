@@ -62,7 +62,12 @@ struct om_state { /* one consumer thread's view */
 };
 
 struct om_shared {
-  u64 full[OM_STAGES], empty[OM_STAGES], joined[OM_WINDOW];
+  u64 full[OM_STAGES], empty[OM_STAGES];
+#if OM_FENCED
+  u32 arrived[OM_WINDOW];
+#else
+  u64 joined[OM_WINDOW];
+#endif
   float squares[OM_WARPS];
   float best[OM_WARPS][OM_BATCH];
   int best_id[OM_WARPS][OM_BATCH];

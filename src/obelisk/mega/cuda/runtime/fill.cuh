@@ -54,7 +54,10 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
   constexpr int ALL = OM_HIDDEN_K * 8, STRIDE = OM_TEAM * 32,
                 EACH = (ALL + STRIDE - 1) / STRIDE; /* four columns each */
   constexpr int CAP = SPLIT >= 8 ? 1 : 8 / SPLIT, N = EACH < CAP ? EACH : CAP;
-  constexpr int PASSES = OM_BF16 ? 1 : 2; /* fp16 could overflow without the root: it takes a second pass */
+  /* fp16 could overflow without the root: rows wait for it in registers (OM_KEPT), or are read a second time */
+  constexpr bool KEEPS = OM_KEPT && !OM_BF16 && EACH <= N;
+  constexpr int PASSES = OM_BF16 || KEEPS ? 1 : 2;
+  float4 kept[N];
   const int warp = s.warp(), slot = warp / OM_TEAM, first = warp % OM_TEAM * 32 + s.lane();
   float *const residual = (float *)(om_memory + OM_AT_RESIDUAL) + slot * OM_RESIDUAL_ROWS;
   float root = 1.0f; /* of this warp's slot: fp16 alone */
@@ -106,7 +109,9 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
           if (col >= from && col < to && pass == 0) *(float4 *)(residual + col - from) = x;
           squares += (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w);
           const float r = OM_BF16 ? 1.0f : root;
-          if (col < OM_HIDDEN_K * 32 && pass == PASSES - 1)
+          if (KEEPS)
+            kept[i] = make_float4(x.x * g[i].x, x.y * g[i].y, x.z * g[i].z, x.w * g[i].w);
+          else if (col < OM_HIDDEN_K * 32 && pass == PASSES - 1)
             om_sts2(om_input(slot, col), om_pack(x.x * g[i].x * r, x.y * g[i].y * r),
                     om_pack(x.z * g[i].z * r, x.w * g[i].w * r));
         }
@@ -119,6 +124,16 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
     }
     om_sync();
     if (!OM_BF16 && pass == 0) root = om_root(slot);
+  }
+  if (KEEPS) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const int col = 4 * (first + i * STRIDE);
+      if (slot < OM_BATCH && col < OM_HIDDEN_K * 32)
+        om_sts2(om_input(slot, col), om_pack(kept[i].x * root, kept[i].y * root),
+                om_pack(kept[i].z * root, kept[i].w * root));
+    }
+    om_sync();
   }
   om_waiting(s, 0);
   const int quad = s.quad();

@@ -161,17 +161,26 @@ __device__ __forceinline__ void om_load(const om_launch *p, int block, int lane)
 }
 
 /* ---- consumers ---- */
-/* The warps' sums of unit `unit`'s pieces, added in the order of the pieces, by the warp of the last one: true there.
- * Lane (row, quad) brings and gets rows `row` and `row` + 8 of slots 2 * quad and 2 * quad + 1.
+#if OM_FENCED
+__device__ __forceinline__ u32 om_count(u32 *at) { /* add one, and see what others wrote before they did */
+  u32 old;
+  asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(om_address(at)) : "memory");
+  return old;
+}
+#endif
+
+/* The warps' sums of unit `unit`'s pieces, added in the order of the pieces by one of them: true there. Lane (row,
+ * quad) brings and gets rows `row` and `row` + 8 of slots 2 * quad and 2 * quad + 1.
  *
- * Warps meet at an mbarrier of OM_WARPS arrivals: the last one's lanes arrive for the warps that have no piece. A fence
- * would do as well, but it waits for all stores that a thread has under way, those of values for other blocks, too. */
+ * OM_FENCED: by the warp that comes last. The fence in front of the count waits for all stores that a thread has under
+ * way, those of values for other blocks, too. Else by the warp of the last piece: warps meet at an mbarrier of OM_WARPS
+ * arrivals, where that warp's lanes arrive for those without a piece. */
 template <int SHARES, int WINDOW>
 __device__ __forceinline__ bool om_join(const om_state &s, u32 unit, u32 share, bool last, float (&v)[4]) {
   constexpr int TEAM = OM_BATCH <= 2 ? 4 : OM_BATCH <= 4 ? 2 : 1, PAIRS = 4 / TEAM; /* lanes that share the last sum */
   const int lane = s.lane(), row = lane / 4, quad = lane % 4;
-  const u32 number = s.unit + unit, bar = om_address(om.joined) + 8 * (number % OM_WINDOW);
-  float *const base = (float *)(om_memory + OM_AT_SUMS) + unit % WINDOW * (SHARES * OM_BATCH * 16) + row;
+  const u32 at = unit % WINDOW;
+  float *const base = (float *)(om_memory + OM_AT_SUMS) + at * (SHARES * OM_BATCH * 16) + row;
 #pragma unroll
   for (int j = 0; j < 2; j++)
     if (j < OM_BATCH && 2 * quad + j < OM_BATCH) {
@@ -179,9 +188,19 @@ __device__ __forceinline__ bool om_join(const om_state &s, u32 unit, u32 share, 
       to[0] = v[j], to[8] = v[2 + j];
     }
   __syncwarp();
+#if OM_FENCED
+  u32 before = 0;
+  if (lane == 0) before = om_count(&om.arrived[at]);
+  last = __shfl_sync(~0u, before, 0) == SHARES - 1;
+  __syncwarp();
+  if (!last) return false;
+  if (lane == 0) om.arrived[at] = 0;
+#else
+  const u32 number = s.unit + unit, bar = om_address(om.joined) + 8 * (number % OM_WINDOW);
   if (lane < (last ? OM_WARPS - SHARES + 1 : 1)) om_arrive(bar);
   if (!last) return false;
   om_wait(bar, number / OM_WINDOW & 1);
+#endif
   const int first = 2 * (quad % PAIRS);
   v[0] = v[1] = v[2] = v[3] = 0.0f;
 #pragma unroll

@@ -149,7 +149,11 @@ extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
       asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(om_address(&om.empty[i])), "r"(OM_ARRIVALS));
     }
     for (int i = 0; i < OM_WINDOW; i++)
+#if OM_FENCED
+      om.arrived[i] = 0;
+#else
       asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(om_address(&om.joined[i])), "r"(OM_WARPS));
+#endif
     for (int b = 0; b < OM_BATCH; b++) {
       om.token[b] = om_active(p, b, 0) ? p->feed[b * p->feed_stride] : 0;
       om.made[b] = om.done[b] = 0, om.reached[b] = p->position[b];

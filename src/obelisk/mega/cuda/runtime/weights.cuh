@@ -34,23 +34,23 @@ __device__ __forceinline__ void om_inputs(const char *x, bool here, uint4 (&b)[N
   for (int j = 0; j < N; j++) b[j] = here ? *(const uint4 *)(x + j * (OM_BATCH * 64)) : make_uint4(0, 0, 0, 0);
 }
 
+/* A format: `BLOCKS` blocks of 32 columns and `BYTES` bytes to a slab; `AHEAD` slabs whose inputs are read before their
+ * weights are waited for; `add`: slab J of a piece; `take`: the sums of what was added since the last time, and begin
+ * anew. */
 template <int BITS>
 struct om_format;
 
 template <>
 struct om_format<16> {
-  static constexpr int BLOCKS = 1, BYTES = 1024; /* of a slab: blocks of 32 columns, bytes */
-  static constexpr int AHEAD = 8; /* slabs whose inputs are read before their weights are waited for */
+  static constexpr int BLOCKS = 1, BYTES = 1024, AHEAD = 8;
   float c[4][4] = {};
 
-  /* Slab J of a piece. */
   template <int J>
   __device__ __forceinline__ void add(const char *w, int lane, const uint4 (&b)[1]) {
     const uint4 x = *(const uint4 *)(w + lane * 16), y = *(const uint4 *)(w + 512 + lane * 16);
     om_mma(c[2 * J % 4], x, b[0].x, b[0].y);
     om_mma(c[(2 * J + 1) % 4], y, b[0].z, b[0].w);
   }
-  /* The sums of what was added since the last one, and begin anew. */
   __device__ __forceinline__ void take(float (&v)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -84,7 +84,7 @@ struct om_format<8> {
 
 template <>
 struct om_format<4> {
-  static constexpr int GROUPS = 128 / OM_SCALED; /* of a slab */
+  static constexpr int GROUPS = 128 / OM_SCALED, EACH = 4 / GROUPS; /* groups of a slab, blocks of a group */
   static constexpr int BLOCKS = 4, BYTES = 1024 + 16 * GROUPS * (OM_ZEROS ? 3 : 2), AHEAD = 2;
   float sum[4] = {};
 
@@ -96,7 +96,6 @@ struct om_format<4> {
   template <int J>
   __device__ __forceinline__ void add(const char *w, int lane, const uint4 (&b)[4]) {
     constexpr u32 LOW = 0x000f000fu, HIGH = 0x00f000f0u, ONES = 0x00010001u;
-    constexpr int EACH = 4 / GROUPS; /* blocks of a group */
     const uint4 all[2] = {*(const uint4 *)(w + lane * 16), *(const uint4 *)(w + 512 + lane * 16)};
     const char *const scales = w + 1024 + lane / 4 * (4 * GROUPS);
     const char *const zeros = w + 1024 + 32 * GROUPS + lane / 4 * (2 * GROUPS);
@@ -105,8 +104,7 @@ struct om_format<4> {
       /* levels of even and of odd steps (these 16 times as large), and the inputs alone */
       float low[4] = {}, high[4] = {}, ones[2][4] = {};
 #pragma unroll
-      for (int k = 0; k < EACH; k++) {
-        const int j = g * EACH + k;
+      for (int j = g * EACH; j < (g + 1) * EACH; j++) {
         const u32 x = j % 2 ? all[j / 2].z : all[j / 2].x, y = j % 2 ? all[j / 2].w : all[j / 2].y;
         om_mma(low, x & LOW, y & LOW, x >> 8 & LOW, y >> 8 & LOW, b[j].x, b[j].y);
         om_mma(high, x & HIGH, y & HIGH, x >> 8 & HIGH, y >> 8 & HIGH, b[j].z, b[j].w);
@@ -134,22 +132,26 @@ struct om_format<4> {
   }
 };
 
-/* N slabs, one behind the other, times their inputs; `wait` returns when the weights are there. */
+/* N slabs, one behind the other, times their inputs; `wait` returns when the weights are there. At most AHEAD slabs are
+ * one straight run of instructions: their inputs are read first. */
 template <int N, class Format, class Wait>
 __device__ __forceinline__ void om_multiply(Format &f, const char *w, int lane, const char *x, const Wait &wait) {
-  constexpr int AHEAD = N < Format::AHEAD ? N : Format::AHEAD;
+  constexpr int RUN = N < Format::AHEAD ? N : Format::AHEAD, STRIDE = Format::BLOCKS * OM_BATCH * 64;
   const bool here = lane / 4 < OM_BATCH;
-  uint4 b[AHEAD][Format::BLOCKS];
+#pragma unroll 1
+  for (int from = 0; from < N; from += RUN) {
+    uint4 b[RUN][Format::BLOCKS];
 #pragma unroll
-  for (int j = 0; j < AHEAD; j++) om_inputs(x + j * (Format::BLOCKS * OM_BATCH * 64), here, b[j]);
-  wait();
+    for (int j = 0; j < RUN; j++)
+      if (N % RUN == 0 || from + j < N) om_inputs(x + (from + j) * STRIDE, here, b[j]);
+    if (from == 0) wait();
 #pragma unroll
-  for (int j = 0; j < N; j++) {
-    uint4 later[Format::BLOCKS];
-    if (j >= AHEAD) om_inputs(x + j * (Format::BLOCKS * OM_BATCH * 64), here, later);
-    if (j % 2 == 0)
-      f.template add<0>(w + j * Format::BYTES, lane, j < AHEAD ? b[j < AHEAD ? j : 0] : later);
-    else
-      f.template add<1>(w + j * Format::BYTES, lane, j < AHEAD ? b[j < AHEAD ? j : 0] : later);
+    for (int j = 0; j < RUN; j++) {
+      if (N % RUN && from + j >= N) continue;
+      if (j % 2 == 0)
+        f.template add<0>(w + (from + j) * Format::BYTES, lane, b[j]);
+      else
+        f.template add<1>(w + (from + j) * Format::BYTES, lane, b[j]);
+    }
   }
 }
