@@ -66,6 +66,9 @@ bench: $(TORCH)
 
 bench-gpu: $(TORCH)
 	rm -f bench/results/cuda_bench*.json
+	$(BIN)/python bench/device_prepare.py
+	$(BIN)/python bench/device_prepare.py --rivals
+	$(BIN)/python bench/device_prepare.py --tuned
 	$(BIN)/obelisk bench --device cuda --json bench/results/cuda_bench.json --chart bench/results/cuda_bench.svg
 	$(BIN)/python bench/readme_table.py bench/results/cuda_bench.json
 

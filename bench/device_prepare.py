@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from obelisk.app.backends import backend_of
+from obelisk.app.bench import CUDA_NAMES
 from obelisk.app.contenders_cuda import COMPILED, COMPILED_SDPA, TUNED, contenders
 from obelisk.app.loading import load_program
 from obelisk.base.errors import ObeliskError
@@ -109,10 +110,10 @@ def rivals(specs: list[str], names: list[str]) -> None:
 def main() -> None:
     """Fill the caches."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("programs", nargs="+")
+    parser.add_argument("programs", nargs="*", default=CUDA_NAMES, help="all of the bench's")
     parser.add_argument("--rivals", action="store_true", help="torch.compile")
     parser.add_argument("--tuned", action="store_true", help="max-autotune's kernels")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for builds")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for builds")
     args = parser.parse_args()
     if args.tuned:
         with tempfile.TemporaryDirectory() as folder:

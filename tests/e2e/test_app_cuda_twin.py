@@ -80,6 +80,9 @@ def test_optimize_from_end_to_end(compiled: Counter[str], tmp_path: Path) -> Non
     assert report.floor_us is not None
     assert best.verdict.accepted
     assert max(compiled.values()) == 1
+    (note,) = [n for n in report.notes if "kernels compiled in" in n]
+    assert note.startswith(f"{len(compiled)} kernels")
+    assert note.endswith("a second")
     assert "__global__" in best.source
     again = ob.optimize(program(), device="cuda", budget=6.0, baselines=())
     assert again.report.cached

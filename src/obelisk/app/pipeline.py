@@ -21,6 +21,7 @@ from typing import Any
 
 from obelisk.app.account import Tried, baseline_rows, candidate_rows, environment
 from obelisk.app.backends import Lowering
+from obelisk.app.builds import Builds
 from obelisk.app.compiled import Artifact, Compiled, materialise
 from obelisk.app.loading import load_for
 from obelisk.app.report import Report, SearchRow, count_failures
@@ -171,7 +172,7 @@ class _Run:
     ready: list[tuple[_Lowered, Any]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)  # digests of what was lowered
     known: dict[str, list[Any]] = field(default_factory=dict)  # lowering choices by graph
-    build: Callable[[Lowering], Future[Any]] = field(init=False)
+    build: Builds = field(init=False)
     stats: SearchStats = field(default_factory=SearchStats)
     notes: list[str] = field(default_factory=list)
     interrupts: int = 0
@@ -187,7 +188,7 @@ class _Run:
         self.reserve = self._reserve()
         self.limit = request.budget - self.reserve
         builders = ThreadPoolExecutor(max(1, settings().threads), "obelisk-build")
-        self.build = request.backend.builder(request.machine, builders)
+        self.build = Builds(request.backend.builder(request.machine, builders))
         ahead = ThreadPoolExecutor(1, "obelisk-answers")
         if request.backend.rig(request.device).on_device:
             self.answers = ahead.submit(Answers, request.program, request.seed)
@@ -540,6 +541,8 @@ class _Run:
             lowerings.setdefault(known.candidate, []).append(
                 Tried(known.variant, known.measured, known.made.launches, known.made.target)
             )
+        if made := self.build.account(found for _, found in self.ready):
+            self.notes.append(made)
         report = Report(
             program=request.program.name,
             digest=request.program.digest,
