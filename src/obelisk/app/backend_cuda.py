@@ -110,7 +110,7 @@ class CudaBackend:
         "wgmma": {"wgmma": False},
         "bulk": {"bulk": False},
         "clusters": {"clusters": False},
-        "scales": {"share_scales": False},
+        "scales": {"share_scales": False, "remake": False},
         "sizes": {"row_tile": 0, "column_tile": 0, "splits": 0},
     }
 
