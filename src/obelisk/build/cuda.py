@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from obelisk.base.digest import digest
 from obelisk.base.errors import BuildFailed, MissingDependency
@@ -105,8 +106,8 @@ def _nvrtc(source: str, arch: str) -> tuple[bytes, str]:
     """Compile in process. Returns cubin and log; raises `BuildFailed` with the first error."""
     from cuda.bindings import nvrtc
 
-    def check(answer: tuple[object, ...], what: str) -> tuple[object, ...]:
-        if int(answer[0]) != 0:  # type: ignore[call-overload]
+    def check(answer: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+        if int(answer[0]) != 0:
             raise BuildFailed(f"NVRTC: {what} failed with code {answer[0]}")
         return answer[1:]
 
@@ -120,13 +121,13 @@ def _nvrtc(source: str, arch: str) -> tuple[bytes, str]:
         ]  # fmt: skip
         code = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         (size,) = check(nvrtc.nvrtcGetProgramLogSize(program), "reading the log")
-        log = b" " * int(size)  # type: ignore[call-overload]
+        log = b" " * int(size)
         check(nvrtc.nvrtcGetProgramLog(program, log), "reading the log")
         text = log.decode(errors="replace").rstrip("\0 ")
         if int(code) != 0:
             raise BuildFailed(_reason(text, f"NVRTC ended with {code}"), text)
         (size,) = check(nvrtc.nvrtcGetCUBINSize(program), "reading the cubin")
-        cubin = b" " * int(size)  # type: ignore[call-overload]
+        cubin = b" " * int(size)
         check(nvrtc.nvrtcGetCUBIN(program, cubin), "reading the cubin")
         return cubin, text
     finally:

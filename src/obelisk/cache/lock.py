@@ -7,14 +7,13 @@ manager that raises `OSError` where the folder cannot be written.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # no such locks on this system: SQLite's own remain
-    fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -22,7 +21,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
     """Wait for the folder's lock and hold it. Not re-entrant."""
     handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if fcntl is not None:
+        if sys.platform != "win32":  # no such locks there: SQLite's own remain
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

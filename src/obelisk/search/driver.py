@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,7 @@ class _Search:
         for cover, chosen, note in _in_turn(partition.covers(), self.space.keep):
             if len(out) >= self.space.keep - 1:
                 break
-            outputs = partition.assemble(cover, lambda i, c=chosen: self._instance(i, c))  # type: ignore[misc]
+            outputs = partition.assemble(cover, partial(self._instance, chosen))
             graph = make_graph(
                 self.graph.inputs,
                 outputs,
@@ -322,7 +323,7 @@ class _Search:
         self.found_seconds = moments[ranked[0].graph.digest] if ranked else 0.0
         return ranked
 
-    def _instance(self, interval: Interval, chosen: Mapping[int, Choice]) -> Instance | None:
+    def _instance(self, chosen: Mapping[int, Choice], interval: Interval) -> Instance | None:
         """An interval's choice, built here; None where its own operators stay."""
         picked = chosen.get(id(interval))
         if picked is None or interval.segment is None:

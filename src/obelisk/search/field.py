@@ -149,4 +149,5 @@ def scalar(value: float) -> Pair:
     if value == float("-inf"):
         return function(7, (np.asarray(3, np.int64), None))
     n, d = value.as_integer_ratio()
-    return tuple(np.asarray(n % m * pow(d % m, -1, m) % m, np.int64) for m in (P, Q))  # type: ignore[return-value]
+    p, q = (np.asarray(n % m * pow(d % m, -1, m) % m, np.int64) for m in (P, Q))
+    return p, q

@@ -225,7 +225,9 @@ class Sizer:
         split = self.skeleton.schedule.split
         coordinates = [*sizes.parts, *([(None, sizes.split)] if split is not None else [])]
         for more, n in coordinates:
-            extent = self.segment.extents[split if more is None else more]  # type: ignore[index]
+            axis = split if more is None else more
+            assert axis is not None
+            extent = self.segment.extents[axis]
             for less, m in coordinates:
                 if more == less or m % 2 or 2 * n > extent or (less is None and m == 2):
                     continue

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -331,7 +332,7 @@ class Synthesis:
                 v.phase,
                 v.poly,
                 TURN * self.work(v.dims, None, v.phase),
-                lambda axes=axes: turned(v.data, axes),  # type: ignore[misc]
+                partial(_turned, v, axes),
                 partial=v.partial,
                 open_fold=v.open,
             )
@@ -779,3 +780,8 @@ class Synthesis:
             ):
                 best = v
         return best
+
+
+def _turned(v: Value, axes: list[int]) -> F.Pair:
+    """A value's numbers, transposed."""
+    return turned(v.data, axes)

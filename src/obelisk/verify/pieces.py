@@ -107,7 +107,7 @@ def prove_pieces(prover: Prover, program: Graph, candidate: Graph, cuts: Sequenc
     except (Unprovable, RecursionError) as e:
         return Proof(False, f"pieces: {e}", time.perf_counter() - begun)
     for k, piece in enumerate(pieces):
-        found = prover.settle(lambda piece=piece: piece)  # type: ignore[misc]
+        found = prover.discharge(piece)
         if not found.joined:
             why = f"piece {k + 1} of {len(pieces)}: {found.detail}"
             return Proof(False, why, time.perf_counter() - begun)

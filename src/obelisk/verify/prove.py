@@ -83,6 +83,10 @@ class Prover:
         """
         return self.settle(lambda: pose(program, candidate))
 
+    def discharge(self, obligation: Obligation) -> Proof:
+        """Try to discharge an obligation that was posed."""
+        return self.settle(lambda: obligation)
+
     def settle(self, make: Callable[[], Obligation]) -> Proof:
         """Try to discharge an obligation; `make` may raise what posing one raises."""
         start = time.perf_counter()

@@ -453,22 +453,19 @@ class Translator:
         inner: Indices,
     ) -> Term:
         """Fold over the grid axes that the store does not lay out, then read the tile."""
-        for a, coordinate in enumerate(grid):
-            if coordinate is None and (block.grid[a] == 1 or store.reduce is Reduce.NONE):
-                return self._over_grid(
-                    block, store, inputs, [*grid[:a], ZERO, *grid[a + 1 :]], loop, inner
-                )
-            if coordinate is None:
-                kind = "sum" if store.reduce is Reduce.SUM else "rmax"
-                return self.fold(
-                    kind,
-                    block.grid[a],
-                    lambda g, a=a: self._over_grid(  # type: ignore[misc]
-                        block, store, inputs, [*grid[:a], g, *grid[a + 1 :]], loop, inner
-                    ),
-                )
-        full = tuple(g for g in grid if g is not None)
-        return self.value(store.value, inner, _Scope(block, inputs, full, loop))
+        axis = next((a for a, coordinate in enumerate(grid) if coordinate is None), None)
+        if axis is None:
+            full = tuple(g for g in grid if g is not None)
+            return self.value(store.value, inner, _Scope(block, inputs, full, loop))
+        before, after = grid[:axis], grid[axis + 1 :]
+
+        def at(g: Index) -> Term:
+            return self._over_grid(block, store, inputs, [*before, g, *after], loop, inner)
+
+        if block.grid[axis] == 1 or store.reduce is Reduce.NONE:
+            return at(ZERO)
+        kind = "sum" if store.reduce is Reduce.SUM else "rmax"
+        return self.fold(kind, block.grid[axis], at)
 
     def _looped(self, node: Node, at: Indices, scope: _Scope) -> Term:
         block = scope.block

@@ -8,10 +8,11 @@ Each takes a module and changes it in place; each leaves a valid module whose te
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 from xdsl.dialects.builtin import ModuleOp
-from xdsl.ir import Block, Operation, Region, SSAValue
+from xdsl.ir import Block, Operation, Region, SSAValue, Use
 
 from obelisk.base.errors import Infeasible
 from obelisk.schedule.gpu import GpuTiling, tile_count
@@ -67,6 +68,11 @@ def _parts(producer: OperatorOp, t: GpuTiling) -> ValueType:
     return value_type(name, tile_count(rows) * t.rows * split)
 
 
+def _not_by(operation: Operation, use: Use) -> bool:
+    """Whether a use is another operation's."""
+    return use.operation is not operation
+
+
 def _join(x: ValueType, parts: SSAValue) -> OperatorOp:
     return OperatorOp("join", [parts], [x])
 
@@ -105,10 +111,7 @@ def split(module: ModuleOp, t: GpuTiling) -> None:
             continue
         body.insert_op_after(join, made)
         whole = join.outputs[0]
-        made.outputs[0].replace_uses_with_if(
-            whole,
-            lambda u, join=join: u.operation is not join,  # type: ignore[misc]
-        )
+        made.outputs[0].replace_uses_with_if(whole, partial(_not_by, join))
     assert isinstance(down_type, ValueType)
     _round(module, repeat, x_type, down_type)
 
