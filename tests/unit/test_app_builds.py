@@ -1,4 +1,4 @@
-"""The account of builds: kernels once, the time with anything under way, nothing of other builds."""
+"""The account of builds: kernels once, time with anything under way, nothing of other builds."""
 
 from __future__ import annotations
 
