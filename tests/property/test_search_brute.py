@@ -121,14 +121,14 @@ def weight(kernel: Kernel, synthesis: Synthesis) -> float:
         stage = stages.get(tile.stage, Stage.POST)
         name = tile.step[0]
         if name == "load":
-            total += 0.5 * synthesis.work(tile.dims, None, stage) if i in used else 0.0
+            total += 0.5 * synthesis.weigher.work(tile.dims, None, stage) if i in used else 0.0
         elif name is Op.SUM or name == "accum_sum":
             before = kernel.steps[tile.step[1]]
-            total += synthesis.work(before.dims, None, stages.get(before.stage, Stage.POST))
+            total += synthesis.weigher.work(before.dims, None, stages.get(before.stage, Stage.POST))
         elif name not in ("const", "one"):
             last = kernel.steps[tile.step[-1]].dims
             axis = kernel.steps[tile.step[1]].dims[-1] if name is Op.MATMUL else None
-            total += synthesis.weight(name, tile.dims, last, axis, stage)
+            total += synthesis.weigher.weight(name, tile.dims, last, axis, stage)
     return total
 
 

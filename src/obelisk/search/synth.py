@@ -16,7 +16,6 @@ import heapq
 import itertools
 from collections.abc import Callable
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from obelisk.search.program import Program, aligned, apply_field
 from obelisk.search.terms import Peak, Poly
 from obelisk.search.tiles import both, broadcast, given, led, meet, rescaled, running, turned
 from obelisk.search.value import COMBINED, LEAD, LOOP_AT, Counts, Mode, Schedule, Stage, Value
+from obelisk.search.weigher import Weigher
 
 _UNARY = (
     Op.EXP,
@@ -42,13 +42,6 @@ _UNARY = (
 )
 _LINEAR_UNARY = (Op.NEG,)
 _LAWLESS = (Op.LESS, Op.WHERE, Op.MAX, Op.MIN)
-_WEIGHT = {
-    Op.EXP: 12.0, Op.LOG: 12.0, Op.SQRT: 6.0, Op.RSQRT: 6.0, Op.TANH: 16.0, Op.SIGMOID: 14.0,
-    Op.ERF: 16.0, Op.DIV: 4.0,
-}  # fmt: skip
-
-
-ITERATIONS = 8.0  # of a loop, where weights are counted
 TURN = 0.05  # weight of a transpose, which is mostly a way to read
 
 
@@ -83,7 +76,6 @@ class Synthesis:
         self._queue: list[tuple[float, int]] = []
         self._ready: list[Value] = []
         self._done: set[int] = set()
-        self._work: dict[tuple[Dims, Axis | None, Stage], float] = {}
         self._by_poly: dict[int, list[Value]] = {}
         self._ops = program.segment.ops
         self._turned = [n for n in program.segment.nodes if n.op is Op.TRANSPOSE]
@@ -91,6 +83,7 @@ class Synthesis:
         self._pseudo = len(
             program.segment.extents
         )  # the axis of blocks, once it is a dim of a tile
+        self.weigher = Weigher(self.segment.extents, schedule)
 
     # -- tiles -----------------------------------------------------------------------------------
     def scatter(self, x: F.Pair, dims: Dims) -> F.Pair:
@@ -120,41 +113,6 @@ class Synthesis:
             )
 
         return cut(x[0]), None if x[1] is None else cut(x[1])
-
-    def work(self, dims: Dims, extra: Axis | None, phase: Stage) -> float:
-        """Elements that a step touches over the whole kernel (replication by the grid aside)."""
-        key = (dims, extra, phase)
-        if key not in self._work:
-            self._work[key] = self._elements(dims, extra, phase)
-        return self._work[key]
-
-    def _elements(self, dims: Dims, extra: Axis | None, phase: Stage) -> float:
-        axes = {a for a in dims if a is not None and a != self._pseudo}
-        if extra is not None:
-            axes.add(extra)
-        n = float(prod(self.segment.extents[a] for a in axes))
-        if phase is Stage.LOOP and self.schedule.loop not in axes:
-            n *= ITERATIONS  # once per iteration; the count is not fixed yet
-        if phase is Stage.POST and self.schedule.loop in axes:
-            n /= ITERATIONS  # a tile that iterations were summed into
-        if self.schedule.split is not None and self.schedule.split not in axes:
-            n *= 8.0  # once per block along the split axis
-        return n
-
-    def weight(self, op: Op, dims: Dims, last: Dims, axis: Axis | None, phase: Stage) -> float:
-        """Weight of an operator; `last` are the dims of its last operand.
-
-        A division by a value of fewer axes is one reciprocal of each divisor and a product, since
-        that is how code is generated for it.
-        """
-        work = self.work(dims, axis, phase)
-        if op is Op.MATMUL:
-            return 0.25 * work
-        if op is Op.DIV:
-            divisors = self.work(last, None, phase)
-            if divisors < work:
-                return work + _WEIGHT[op] * divisors
-        return _WEIGHT.get(op, 1.0) * work
 
     # -- the bank --------------------------------------------------------------------------------
     def offer(
@@ -275,7 +233,7 @@ class Synthesis:
             )
             if self.schedule.loop is None:
                 phase = Stage.INVARIANT
-            weight = self.work(dims, None, phase) * 0.5
+            weight = self.weigher.work(dims, None, phase) * 0.5
             self.offer(("load", i), (), dims, phase, self.program.poly[leaf], weight, given(data))
         for node in self.segment.nodes:
             if node.op is Op.CONST:
@@ -331,7 +289,7 @@ class Synthesis:
                 tuple(v.dims[p] for p in perm),
                 v.phase,
                 v.poly,
-                TURN * self.work(v.dims, None, v.phase),
+                TURN * self.weigher.work(v.dims, None, v.phase),
                 partial(_turned, v, axes),
                 partial=v.partial,
                 open_fold=v.open,
@@ -389,7 +347,7 @@ class Synthesis:
                 dims,
                 v.phase,
                 v.poly,
-                self.work(v.dims, None, v.phase) * 8,
+                self.weigher.work(v.dims, None, v.phase) * 8,
                 lambda: F.total(v.data, LEAD + d),
                 peak=v.peak,
             )
@@ -415,7 +373,7 @@ class Synthesis:
             dims,
             Stage.COMBINE,
             v.poly,
-            16 * self.work(v.dims, None, v.phase),
+            16 * self.weigher.work(v.dims, None, v.phase),
             given(data),
             partial=v.open,
             peak=v.peak,
@@ -444,7 +402,7 @@ class Synthesis:
             v.dims,
             v.phase,
             v.poly,
-            16 * self.work(v.dims, None, v.phase),
+            16 * self.weigher.work(v.dims, None, v.phase),
             compute,
             partial="sum",
             peak=COMBINED,
@@ -469,7 +427,7 @@ class Synthesis:
             dims,
             v.phase,
             poly,
-            self.work(v.dims, None, v.phase),
+            self.weigher.work(v.dims, None, v.phase),
             lambda: (F.total if op is Op.SUM else F.peak)(v.data, LEAD + d),
             partial=partial,
             peak=v.peak,
@@ -480,7 +438,7 @@ class Synthesis:
     def _accumulators(self, v: Value) -> None:
         if v.phase is not Stage.LOOP:
             return
-        weight = self.work(v.dims, None, v.phase)
+        weight = self.weigher.work(v.dims, None, v.phase)
         loop_axis = LOOP_AT
         if not v.partial:
             self._tile_accumulator(v, weight)
@@ -588,7 +546,7 @@ class Synthesis:
             dims,
             phase,
             self.terms.add(a.poly, b.poly, -1),
-            self.work(dims, None, phase),
+            self.weigher.work(dims, None, phase),
             lambda: F.linear(*both(a, b), -1),
             peak=b.id if moving or b.open else -1,
             gauge=True,
@@ -684,7 +642,7 @@ class Synthesis:
             dims,
             max(o.phase for o in operands),
             self.terms.add(a.poly, b.poly),
-            sum(0.25 * self.work(dims, o.dims[-1], o.phase) for o in (x, y)),
+            sum(0.25 * self.weigher.work(dims, o.dims[-1], o.phase) for o in (x, y)),
             lambda: F.linear(*both(a, b), 1),
             partial=a.partial,
             peak=a.peak,
@@ -748,7 +706,7 @@ class Synthesis:
             dims,
             phase,
             poly,
-            self.weight(op, dims, operands[-1].dims, axis, phase),
+            self.weigher.weight(op, dims, operands[-1].dims, axis, phase),
             lambda: apply_field(op, [aligned(v.data, LEAD, len(dims)) for v in operands], 0),
             partial=partial,
             peak=peak,
