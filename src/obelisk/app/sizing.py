@@ -73,6 +73,7 @@ def _resized(graph: Graph, machine: Machine) -> Iterator[Graph]:
         return
     shapes = [x.shape for x in graph.inputs]
     first = blocks[0]
+    tried: set[tuple[tuple[int, ...], int]] = set()  # small cuts round to the same
     for factors in itertools.product(FACTORS, repeat=len(first.grid)):
         grid = tuple(max(1, round(n * f)) for n, f in zip(first.grid, factors, strict=True))
         total = 1
@@ -86,6 +87,9 @@ def _resized(graph: Graph, machine: Machine) -> Iterator[Graph]:
             grids[other] = (*grid[:n], *other.grid[n:])
         for factor in FACTORS if first.loop > 1 else (1.0,):
             loops = {first: max(2, round(first.loop * factor))} if first.loop > 1 else {}
+            if (grid, loops.get(first, 1)) in tried:
+                continue
+            tried.add((grid, loops.get(first, 1)))
             try:
                 yield resize(graph, shapes, grids=grids, loops=loops)
             except UserError:  # sizes that leave gaps or do not divide
