@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from tests.mega_cuda_checks import CASES, check_plan, plan_of, planned
 from tests.mega_cuda_models import MODELS
-from tests.mega_models import save_model
+from tests.mega_gptq import save_gptq
+from tests.mega_models import random_tensors, save_model
 
+from obelisk.app.synth import workload_of
 from obelisk.app.synth_cuda import device_here, synthesise_cuda
 from obelisk.base.errors import CallError, MissingDependency, UserError
 from obelisk.engine import Engine
@@ -53,6 +55,25 @@ def test_a_plan_generates_the_same_again(tmp_path: Path) -> None:
     assert engine.generate([list(range(80))], 5)[0].reason == "length"
     with pytest.raises(CallError, match="80"):
         engine.generate([list(range(81))], 5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "group", "symmetric"),
+    [("w4a16", 128, True), ("w4a16", 64, False), ("int8", 64, True)],
+)
+def test_a_checkpoint_of_groups(tmp_path: Path, weights: str, group: int, symmetric: bool) -> None:
+    """A GPTQ checkpoint, synthesised, written and loaded: judged, and the same tokens again."""
+    c = MODELS["llama, groups of 4"]
+    save_gptq(tmp_path / "model", c, random_tensors(c, 5), group=group, symmetric=symmetric)
+    work = workload_of(parse_config(c), 1, 80, weights, tmp_path / "model")
+    made = synthesise_cuda(tmp_path / "model", work, MACHINE, profile=2)
+    assert made.plan.tolerance is not None
+    assert made.plan.tolerance < 3e-3
+    write_plan(made.plan, tmp_path / "plan")
+    engine = Engine.load(tmp_path / "plan")
+    first = engine.generate([[1, 2, 3]], 40)[0].tokens
+    engine.generate([list(range(20))], 10)
+    assert engine.generate([[1, 2, 3]], 40)[0].tokens == first
 
 
 def test_slots_do_not_change_each_other(tmp_path: Path) -> None:

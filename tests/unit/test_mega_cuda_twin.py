@@ -14,11 +14,14 @@ import pytest
 from tests import mega_cuda_twin as twin
 from tests.mega_cuda_checks import CASES, check_plan, plan_of, planned
 from tests.mega_cuda_models import MODELS
-from tests.mega_models import random_tensors
+from tests.mega_gptq import save_gptq
+from tests.mega_models import config, random_tensors
 
 from obelisk.app import synth_cuda
+from obelisk.app.synth import workload_of
 from obelisk.engine import Engine
 from obelisk.machine import find
+from obelisk.plan import write_plan
 from obelisk.runtime import CudaSession
 from obelisk.runtime import cuda as runtime
 from obelisk.runtime.packing import pack
@@ -64,6 +67,29 @@ def test_small_models(
     monkeypatch.setattr(twin.TwinDevice, "capability", machine.capability)
     row = check_plan(case, plan_of(case, machine), QUICK)
     assert row["ok"], row
+
+
+@pytest.mark.parametrize(("group", "symmetric"), [(128, True), (64, True), (32, False)])
+def test_a_checkpoint_of_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, symmetric: bool
+) -> None:
+    """A GPTQ checkpoint, synthesised for a device at hand, written, loaded by its files: its logits
+    are those of the float64 meanings, its tokens are greedy.
+    """
+    c = config("qwen3", num_hidden_layers=1)
+    save_gptq(tmp_path / "model", c, random_tensors(c, 3), group=group, symmetric=symmetric)
+    here = twin.TwinDevice().identity("sm_90a")
+    monkeypatch.setattr(synth_cuda, "matching_device", lambda machine, blocks: here)
+    work = workload_of(parse_config(c), 1, 48, "w4a16", tmp_path / "model")
+    assert (work.group, work.zeros) == (group, not symmetric)
+    made = synth_cuda.synthesise_cuda(tmp_path / "model", work, MACHINE, blocks=3, profile=1)
+    assert made.plan.tolerance is not None
+    assert made.plan.tolerance < 3e-3  # fp16 inputs of products
+    write_plan(made.plan, tmp_path / "plan")
+    session = CudaSession.load(tmp_path / "plan")
+    session.keep_logits = True
+    run = session.launch([[7, 8]], [1])[0]
+    assert run.tokens == (int(session.logits()[0].argmax()),)
 
 
 def session_of(name: str, batch: int) -> CudaSession:

@@ -18,7 +18,7 @@ from tests.gpu_schedules import (
 from tests.mega_models import config
 
 from obelisk.machine import find
-from obelisk.schedule.gpu import GpuTiling, default_tiling
+from obelisk.schedule.gpu import SUMS_ROOM, GpuTiling, default_tiling, products
 from obelisk.schedule.gpu_check import check_gpu, shallow
 from obelisk.schedule.gpu_ring import judge_ring
 from obelisk.schedule.gpu_tasks import GpuStep
@@ -26,7 +26,7 @@ from obelisk.schedule.gpu_types import LOADER, Compute, GpuItem, GpuSchedule, Me
 from obelisk.schedule.ir import Setting, run, schedule_of
 from obelisk.schedule.ir.lower import make_ring
 from obelisk.schedule.ir.passes import phases
-from obelisk.tasks import parse_config
+from obelisk.tasks import WeightFormat, Workload, parse_config
 
 H200 = find("h200")
 SEEDS, UNSAFE = 4, 1300  # 5,200 in all
@@ -47,6 +47,43 @@ def test_real_shapes_are_accepted(name: str) -> None:
     if name != "SmolLM2-360M":  # others: without steps of a prompt, for time
         schedule = replace(schedule, prompt=())
     assert check_gpu(schedule, H200) == []
+
+
+@pytest.mark.parametrize(
+    "work",
+    [Workload(1, 512, WeightFormat.W4A16), Workload(2, 512, WeightFormat.W4A16, 32, True),
+     Workload(8, 512, WeightFormat.INT8)],
+    ids=lambda w: f"{w.weights}, {w.group}, batch {w.batch}",
+)  # fmt: skip
+def test_narrow_weights_are_accepted(work: Workload) -> None:
+    """Whole slabs, wider chunks in layers, a head of another format; no fault."""
+    model = gpu_model("Qwen3-0.6B")
+    tiling = default_tiling(model, work, H200)
+    step = shallow(GpuStep(model, work, tiling))
+    assert tiling.chunk_cols % tiling.slab_cols == 0
+    assert tiling.head_cols * tiling.head_bytes // 32 <= tiling.chunk_bytes
+    assert check_gpu(replace(schedule_of(Setting(step)), prompt=()), H200) == []
+
+
+def test_cuts_of_chunks_share_a_unit() -> None:
+    """Pieces of whole slabs that make up the unit; never more than asked, whole by default."""
+    rng = random.Random(0)
+    for _ in range(60):
+        name = rng.choice(list(GPU_SHAPES))
+        form = rng.choice([WeightFormat.BF16, WeightFormat.INT8, WeightFormat.W4A16])
+        work = Workload(rng.choice((1, 2, 8)), 512, form)
+        model = gpu_model(name)
+        tiling = replace(default_tiling(model, work, H200), cuts=rng.choice((1, 2, 4, 8)))
+        for p in products(model, work.batch, tiling).values():
+            assert 1 <= p.cuts <= tiling.cuts
+            assert p.chunk % p.cuts == 0
+            piece, whole = p.chunk // p.cuts, p.slabs // p.chunk
+            last = p.slabs % p.chunk
+            assert p.pieces == whole * p.cuts + -(-last // piece)
+            assert p.chunks == whole + (last > 0)
+            shares = min(p.pieces, tiling.warps)
+            sums = 64 * work.batch * shares * (tiling.stages // p.chunks + 2)
+            assert p.cuts == 1 or sums <= SUMS_ROOM
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ Gives frozen records. A block has two kinds of roles. The *consumers* run the it
 stops until words carry the tag of this step, `Meet` until every block is there, `Task` computes.
 The *loader* is one stream of copies that knows nothing of items: it stops only for a free slot and
 for the bound on what is in flight. A chunk is multiplied by one consumer warp; warps meet at the
-end of each task.
+end of each task. (With `GpuTiling.cuts` several warps share a chunk, and its slot goes back when
+all of them have released it: for a schedule's rules they are one.)
 """
 
 from __future__ import annotations
