@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from obelisk.base.errors import BuildFailed
 from obelisk.build import Library, compile_many
@@ -77,6 +79,18 @@ def call(library: Library, graph: Graph, arrays: Sequence[Any], threads: int = 2
         assert (room[:CANARY] == edge).all(), f"{graph.name}: wrote before an output"
         assert (room[-CANARY:] == edge).all(), f"{graph.name}: wrote past an output"
     return [p[0] for p in pairs]
+
+
+def call_overhead(call: Callable[[], Any]) -> float:
+    """Seconds that a call takes without its kernel, the least of nine."""
+    times = []
+    with pytest.MonkeyPatch.context() as still:
+        still.setattr(Library, "call", lambda *_: 0)
+        for _ in range(9):
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def check(

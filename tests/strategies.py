@@ -259,10 +259,15 @@ def _reduce_pair(rng: random.Random, dims: Sequence[int]) -> Pair:
 def _attention_pair(rng: random.Random, dims: Sequence[int]) -> Pair:
     """Online softmax: one pass over the keys with a running maximum and rescaled sums."""
     heads, m, keys, d = rng.choice((1, 2, 3)), *(rng.choice(dims) for _ in range(3))
+    return online_attention(heads, m, keys, d, rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 4)))
+
+
+def online_attention(heads: int, m: int, keys: int, d: int, grid: int, loop: int) -> Pair:
+    """Rows over `grid` blocks a head, the keys in `loop` iterations, one pass."""
     q = b.input_node(0, (heads, m, d))
     k = b.input_node(1, (heads, keys, d))
     v = b.input_node(2, (heads, keys, d))
-    block = BlockBuilder((heads, rng.choice((1, 2, 3))), rng.choice((1, 2, 3, 4)))
+    block = BlockBuilder((heads, grid), loop)
     tq = block.load(q, (0, 1))
     tk, tv = block.load(k, (0, None), 1), block.load(v, (0, None), 1)
     scores = b.mul(b.matmul(tq, b.transpose(tk)), d**-0.5)

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.strategies import online_attention
 
 from obelisk.base.errors import MalformedGraph
 from obelisk.ir import (
     BlockBuilder,
     DType,
-    Graph,
     Node,
     Phase,
     Precision,
@@ -30,7 +30,6 @@ from obelisk.ir import (
     thread_graph,
 )
 from obelisk.ir import build as b
-from obelisk.ir import composite as c
 from obelisk.ir.numeric import NumpyAlgebra
 from obelisk.ir.op import SizeScope
 
@@ -58,22 +57,6 @@ def test_no_tail_is_lost(extent: int, loop: int, split: int) -> None:
             assert np.all(total == np.asarray(extent, dtype=total.dtype))
 
 
-def _attention(heads: int, m: int, keys: int, d: int, grid: int, loop: int) -> tuple[Graph, Graph]:
-    q = b.input_node(0, (heads, m, d))
-    k, v = b.input_node(1, (heads, keys, d)), b.input_node(2, (heads, keys, d))
-    block = BlockBuilder((heads, grid), loop)
-    tq = block.load(q, (0, 1))
-    tk, tv = block.load(k, (0, None), 1), block.load(v, (0, None), 1)
-    scores = b.mul(b.matmul(tq, b.transpose(tk)), d**-0.5)
-    peak = b.running_max(b.reduce_max(scores, -1))
-    weights = b.exp(b.sub(scores, peak))
-    total = b.accum_rescale(b.sum(weights, -1), peak)
-    mixed = b.accum_rescale(b.matmul(weights, tv), peak)
-    block.store(b.div(mixed, total), (0, 1))
-    inputs = [q, k, v]
-    return make_graph(inputs, [c.attention(q, k, v)]), make_graph(inputs, block.launch())
-
-
 @pytest.mark.parametrize(("m", "keys", "grid", "loop"), [
     (4, 16, 2, 4), (5, 17, 2, 4), (7, 100, 3, 7), (1, 1, 1, 3), (3, 9, 2, 5), (16, 1024, 4, 16),
 ])  # fmt: skip
@@ -82,7 +65,8 @@ def test_online_softmax_equals_safe_attention(
     m: int, keys: int, grid: int, loop: int, score: float
 ) -> None:
     """R11: also where exp of a score overflows, in float64 and in the working precision."""
-    program, candidate = _attention(2, m, keys, 8, grid, loop)
+    pair = online_attention(2, m, keys, 8, grid, loop)
+    program, candidate = pair.program, pair.candidate
     arrays = random_inputs(program, seed=m)
     peak = np.max(np.abs(arrays[0] @ arrays[1].swapaxes(-1, -2))) / np.sqrt(8)
     arrays[0] = arrays[0] * np.float32(score / peak)
