@@ -110,6 +110,7 @@ def test_profile_of_a_device_result(
     assert kernel.occupancy is not None
     assert kernel.occupancy > 0
     assert found.notes == ("no hardware counters: ncu is not on the PATH",)
+    assert profile(best, "cuda-c", counters=False).kernels  # the same device by another name
     with pytest.raises(UserError, match="was built for cuda, and --device is cpu"):
         profile(best, "cpu")
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from obelisk.app.backend_cuda import MODULE, cubin_name
-from obelisk.app.backends import backend_of
+from obelisk.app.backends import backend_of, on_gpu
 from obelisk.app.compiled import Artifact, Compiled
 from obelisk.base.errors import InternalError, UserError
 from obelisk.build import Library, compile_c
@@ -113,14 +113,13 @@ def profile(best: Compiled, device: str, *, counters: bool = True) -> Profile:
     for another kind of device, or where there is none.
     """
     artifact = best.artifact
-    backend = backend_of(device)
-    if backend.name != artifact.backend:
+    if on_gpu(device) != on_gpu(artifact.backend):
         raise UserError(
             f"{artifact.program.name} was built for {artifact.backend}, and --device is {device}"
         )
-    if backend.name == "cpu":
-        return _profile_cpu(artifact)
-    return _profile_cuda(artifact, device, counters)
+    if on_gpu(device):
+        return _profile_cuda(artifact, device, counters)
+    return _profile_cpu(artifact)
 
 
 def _spread(samples: Sequence[float]) -> float:
