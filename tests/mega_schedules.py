@@ -110,7 +110,12 @@ def _reads_all(s: Schedule, counter: str) -> bool:
 
 def _needed(s: Schedule) -> Callable[[list[Item], int], bool]:
     """Waits without which a core reads what another has not finished."""
-    return lambda p, i: isinstance(p[i], Await) and _reads_all(s, p[i].counter)  # type: ignore[union-attr]
+
+    def needed(p: list[Item], i: int) -> bool:
+        item = p[i]
+        return isinstance(item, Await) and _reads_all(s, item.counter)
+
+    return needed
 
 
 def _swap(p: list[Item], i: int) -> None:
@@ -285,7 +290,12 @@ def page_across_lines(s: Schedule, rng: random.Random) -> Schedule | None:
 
 def foreign_norm(s: Schedule, rng: random.Random) -> Schedule | None:
     """A core runs another core's copy of a norm."""
-    places = _where(s, lambda p, i: isinstance(p[i], Run) and p[i].task.core >= 0)  # type: ignore[union-attr]
+
+    def own(p: list[Item], i: int) -> bool:
+        item = p[i]
+        return isinstance(item, Run) and item.task.core >= 0
+
+    places = _where(s, own)
     if not places:
         return None
     core, i = rng.choice(places)

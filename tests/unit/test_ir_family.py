@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -47,7 +48,9 @@ def heads(keys: int) -> Graph:
 @pytest.mark.parametrize(
     ("build", "dim"), [(normed, BATCH), (heads, Dim("context", 1, 40)), (heads, Dim("n", 3, 4))]
 )
-def test_every_size_of_a_family_is_the_graph_that_the_function_builds(build, dim) -> None:  # type: ignore[no-untyped-def]
+def test_every_size_of_a_family_is_the_graph_that_the_function_builds(
+    build: Callable[[int], Graph], dim: Dim
+) -> None:
     """Also at sizes that nobody looked at while the family was made; the very same nodes."""
     family = trace(build, dim)
     for size in range(dim.low, dim.high + 1):
@@ -56,7 +59,7 @@ def test_every_size_of_a_family_is_the_graph_that_the_function_builds(build, dim
 
 
 @pytest.mark.parametrize("build", [normed, heads])
-def test_text_and_json_read_back(build) -> None:  # type: ignore[no-untyped-def]
+def test_text_and_json_read_back(build: Callable[[int], Graph]) -> None:
     """To an equal family; what is written shows the symbol."""
     family = trace(build, Dim("n", 1, 40))
     text = family_text(family)

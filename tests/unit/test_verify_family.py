@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import pytest
 
@@ -184,10 +185,10 @@ def test_sizes_of_the_symbolic_dim_stay_symbols(through: int) -> None:
 
 
 def test_an_obligation_that_cannot_be_posed_is_no_proof() -> None:
-    def refuse() -> object:
+    def refuse() -> NoReturn:
         raise Unprovable("cuts of one dim do not nest")
 
-    proof = Prover().settle(refuse)  # type: ignore[arg-type]
+    proof = Prover().settle(refuse)
     assert not proof.joined
     assert "do not nest" in proof.detail
 

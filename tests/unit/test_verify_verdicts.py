@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from tests import machine_candidates as mc
 from tests.verify_pairs import EQUAL, inputs
@@ -36,7 +38,7 @@ def _two(dtype: DType = DType.F32) -> Graph:
         ),
     ],
 )
-def test_interfaces_must_agree(candidate, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_interfaces_must_agree(candidate: Callable[[], Graph], said: str) -> None:
     verdict = verify(_two(), candidate())
     assert verdict.kind is VerdictKind.REFUTED
     assert said in (verdict.witness or "")
