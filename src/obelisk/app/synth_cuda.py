@@ -30,7 +30,7 @@ from obelisk.runtime.cuda import CudaSession, gpu_refusal
 from obelisk.runtime.cuda_driver import GPU, Device
 from obelisk.runtime.packing import pack, stored
 from obelisk.schedule import Sync, place
-from obelisk.schedule.gpu import GpuTiling, default_tiling, fitting_cut, with_staged
+from obelisk.schedule.gpu import GpuTiling, default_tiling, other_default, with_staged
 from obelisk.schedule.gpu_search import GpuAccount, GpuChoice, search_gpu
 from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import (
@@ -45,7 +45,7 @@ from obelisk.tasks import (
 )
 
 COMPILE_SECONDS = 300.0
-SPILLED = 128  # bytes a thread: a few words that a compiler keeps outside the loops
+SPILLED = 160  # bytes a thread: a few words that a compiler keeps outside the loops
 SEARCH_SECONDS = 30.0
 PROFILE_STEPS, PROFILE_LAUNCHES = 32, 5
 JUDGED, JUDGED_STEPS = 200_000_000, 3  # weights, steps
@@ -176,6 +176,7 @@ def describe_gpu(t: GpuTiling) -> str:
         f"({t.in_flight_waiting} waiting), o/{t.o_split}, down/{t.down_split}, kv/{t.kv_pieces}"
         f"{f', {t.staged} staged' if t.staged else ''}"
         f"{f', chunks in up to {t.cuts}' if t.cuts > 1 else ''}{'' if t.fenced else ', no fence'}"
+        f"{', rows kept' if t.kept else ''}"
         f"{waits}"
     )
 
@@ -184,14 +185,14 @@ def candidates(
     model: ModelConfig, work: Workload, machine: Machine, blocks: int | None, keep: int,
     listener: Progress, checkpoint: Path | None, resume: bool,
 ) -> tuple[list[tuple[GpuTiling, float | None]], GpuAccount | None]:  # fmt: skip
-    """The documented default, the same with chunks cut between warps, the same with the cache
-    copied ahead, then the search's best others, with their predicted seconds; without the last
-    where xDSL is not installed.
+    """The documented default, the same with the other choices for its weights, the same with the
+    cache copied ahead, then the search's best others, with their predicted seconds; without the
+    last where xDSL is not installed.
     """
     first = default_tiling(model, work, machine, blocks)
     ahead = with_staged(model, work, first, machine)
     staged = [] if ahead is None else [ahead]
-    own = list(dict.fromkeys([first, *fitting_cut(model, work, first, machine), *staged]))
+    own = [first, *other_default(model, work, first, machine), *staged]
     found: list[GpuChoice] = []
     account = None
     with contextlib.suppress(MissingDependency):  # nothing else is known then

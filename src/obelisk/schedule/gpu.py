@@ -411,11 +411,13 @@ def with_staged(
     return t if refuse(model, work, t, machine) is None else None
 
 
-def fitting_cut(
+def other_default(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
 ) -> tuple[GpuTiling, ...]:
-    """`cut_between` of a tiling, its ring cut to what is left; nothing where that leaves none."""
-    t = _shrunk(model, work, cut_between(t), machine)
+    """The other choice of what `for_weights` decides: rows that are read twice where the default
+    keeps them, else `cut_between`, its ring cut to what is left; nothing where that leaves none.
+    """
+    t = _shrunk(model, work, replace(t, kept=False) if t.kept else cut_between(t), machine)
     return (t,) if refuse(model, work, t, machine) is None else ()
 
 

@@ -55,7 +55,7 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
                 EACH = (ALL + STRIDE - 1) / STRIDE; /* four columns each */
   constexpr int CAP = SPLIT >= 8 ? 1 : 8 / SPLIT, N = EACH < CAP ? EACH : CAP;
   /* fp16 could overflow without the root: rows wait for it in registers (OM_KEPT), or are read a second time */
-  constexpr bool KEEPS = OM_KEPT && !OM_BF16 && EACH <= N;
+  constexpr bool KEEPS = OM_KEPT && !OM_BF16 && EACH <= N && N <= 2; /* more would be spilled */
   constexpr int PASSES = OM_BF16 || KEEPS ? 1 : 2;
   float4 kept[N];
   const int warp = s.warp(), slot = warp / OM_TEAM, first = warp % OM_TEAM * 32 + s.lane();
