@@ -48,6 +48,7 @@ def _twin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     [("sm_90a", CASES[10]), ("sm_90a", CASES[8]),
      ("sm_89", ("llama, no groups, biases, odd sizes", 3, "fp16", "o_split=3")),
      ("sm_90a", ("llama, groups of 4", 1, "bf16", "staged=4+kv_pieces=1")),
+     ("sm_90a", ("llama, groups of 4", 2, "bf16", "held=1+mass_beside=1+kv_pieces=5")),
      ("sm_90a", ("qwen3, 24", 1, "fp16", "cuts=2+fenced=0+kept=1+chunk_cols=64")),
      ("sm_80", ("qwen3, 24", 2, "bf16", "cuts=4+chunk_cols=128")),
      ("sm_90a", ("qwen3, 24", 2, "w4a16:32:zeros", "")),
@@ -92,19 +93,22 @@ def test_a_checkpoint_of_groups(
     assert run.tokens == (int(session.logits()[0].argmax()),)
 
 
-def session_of(name: str, batch: int) -> CudaSession:
+def session_of(name: str, batch: int, changes: str = "") -> CudaSession:
     """A session on the twin."""
     model = parse_config(MODELS[name])
-    plan = planned(model, Workload(batch, 60, WeightFormat.BF16), "", MACHINE)
+    plan = planned(model, Workload(batch, 60, WeightFormat.BF16), changes, MACHINE)
     return CudaSession(plan, pack(plan.layout, random_tensors(MODELS[name], 4).__getitem__))
 
 
-def test_tokens_do_not_depend_on_who_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", ["", "cuts=8+fenced=0"])
+def test_tokens_do_not_depend_on_who_runs_first(
+    monkeypatch: pytest.MonkeyPatch, changes: str
+) -> None:
     """Blocks and threads from the first, and from the last."""
     runs = []
     for order in (0, 1):
         monkeypatch.setattr(twin.TwinKernel, "order", order)
-        session = session_of("qwen3, 24", 2)
+        session = session_of("qwen3, 24", 2, changes)
         session.keep_logits = True
         made = session.launch([[3, 4, 5], [7]], [6, 8])
         runs.append(([r.tokens for r in made], session.logits().tobytes()))

@@ -14,6 +14,7 @@ from obelisk.schedule.gpu_resources import fit
 from obelisk.schedule.gpu_search import micro_costs
 from obelisk.schedule.gpu_simulate import calibration_loop, costs_of, simulate_gpu
 from obelisk.schedule.gpu_tasks import GpuStep
+from obelisk.tasks import WeightFormat, Workload
 
 H200 = find("h200")
 
@@ -128,6 +129,21 @@ def test_whole_steps_are_predicted_and_ranked() -> None:
     ]  # fmt: skip
     assert len(pairs) >= 3
     assert all(a[2] < b[2] for a, b in pairs)
+
+
+def test_narrow_weights_are_predicted() -> None:
+    """8-bit and 4-bit weights under the default tiling, to which nothing was fitted: within 10% of
+    an H200 (`narrow_weights` of bench/results/mega_h200.json, before warps met at an mbarrier).
+    """
+    for name, form, us in (
+        ("Qwen3-1.7B", WeightFormat.BF16, 965.5), ("Qwen3-1.7B", WeightFormat.INT8, 672.9),
+        ("Qwen3-1.7B", WeightFormat.W4A16, 727.8), ("Qwen3-0.6B", WeightFormat.W4A16, 498.4),
+    ):  # fmt: skip
+        model, work = gpu_model(name), Workload(1, 640, form)
+        step = GpuStep(model, work, default_tiling(model, work, H200))
+        micro = micro_costs(step, fit(step, H200).consumer_registers)
+        seconds = simulate_gpu(step, H200, 576, micro).seconds
+        assert seconds * 1e6 == pytest.approx(us, rel=0.10), f"{name} {form}"
 
 
 def test_small_chunks_cost_the_loader_more_than_the_stream() -> None:
