@@ -164,6 +164,20 @@ def test_defaults_fit_every_gpu() -> None:
             assert ahead is not None or (name, batch) != ("h200", 1)
 
 
+def test_small_layers_have_the_cache_copied_ahead() -> None:
+    """Where a layer is a ring or two and there is a copy engine; the other way is tried too."""
+    machine, work = find("h200"), Workload(1, 640, WeightFormat.BF16)
+    small, large = real(28, 1024, 16, 8, 128, 3072), real(28, 2048, 16, 8, 128, 6144)
+    ahead = default_tiling(small, work, machine)
+    assert ahead.staged == 4
+    other = with_staged(small, work, ahead, machine)
+    assert other is not None
+    assert (other.staged, other.stages > ahead.stages) == (0, True)
+    assert default_tiling(large, work, machine).staged == 0
+    assert default_tiling(small, work, find("rtx4090")).staged == 0
+    assert default_tiling(small, replace(work, batch=2), machine).staged == 0
+
+
 def test_pieces_seldom_change_their_width() -> None:
     """They cover the context, waste at most a quarter, and change a few times while it doubles."""
     for pieces in (1, 3, 8, 16):

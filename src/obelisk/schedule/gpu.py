@@ -36,6 +36,8 @@ MISC_BYTES = 4096  # static shared memory: mbarriers, sums of squares, tokens, b
 BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
 IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the other traffic
 WAITING = 2  # chunks in flight while a block waits
+STAGED = 4  # warps whose first positions are copied ahead where a model waits more than it streams:
+FEW = 2  # rings of weights in a block's share of a layer, up to which it does
 STREAMED = (
     4  # rings of weights in a block's share of a layer, from which waiting is no reason to stop
 )
@@ -72,7 +74,11 @@ class GpuTiling:
         in_flight_waiting: chunks that may be on their way while the block waits for others, whose
             values would come later behind more of them.
         staged: warps whose first 16 positions of the block's piece of the context are copied into
-            shared memory at the beginning of a layer; 0: read when attention begins. Not measured.
+            shared memory at the beginning of a layer; 0: read when attention begins.
+        held: a warp reads its first weights of a product into registers while the block waits for
+            the inputs (16-bit weights, up to two slots). Not measured.
+        mass_beside: pieces of attention and their masses are looked at in one loop, not one after
+            the other. Not measured.
         cuts: most parts that a chunk is cut in, each for one warp (`products` chooses): of `CUTS`.
         fenced: warps hand a unit's sums over behind a fence; else they meet at an mbarrier.
         kept: fp16 inputs: rows wait in registers for the root of their norm, where these hold them;
@@ -96,6 +102,8 @@ class GpuTiling:
     barriers: tuple[str, ...] = ()
     in_flight_waiting: int = 2
     staged: int = 0
+    held: bool = False
+    mass_beside: bool = False
     cuts: int = 1
     fenced: bool = True
     kept: bool = False
@@ -404,10 +412,14 @@ def with_staged(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
 ) -> GpuTiling | None:
     """A tiling with the cache's positions copied ahead for as many warps as have some at half the
-    context, its ring cut to what is left; None where that leaves no ring.
+    context (with none, where it has some), its ring cut to what is left; None where that leaves no
+    ring.
     """
     tiles = -(-piece_width(max(1, work.context // 2), t.kv_pieces) // TILE_ROWS)
-    t = _shrunk(model, work, replace(t, staged=min(t.warps, tiles)), machine)
+    other = replace(t, staged=min(t.warps, tiles))
+    if t.staged:
+        other = replace(t, staged=0, stages=MAX_STAGES)
+    t = _shrunk(model, work, other, machine)
     return t if refuse(model, work, t, machine) is None else None
 
 
@@ -429,6 +441,14 @@ def _shrunk(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) 
     return replace(t, in_flight=flight, in_flight_waiting=min(t.in_flight_waiting, flight))
 
 
+def _staged(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> GpuTiling:
+    """A tiling of a model that waits more than it streams: with the first positions of a few warps
+    copied ahead, where a copy engine and shared memory allow it and most of the ring is left.
+    """
+    ahead = _shrunk(model, work, replace(t, staged=min(STAGED, t.warps)), machine)
+    return ahead if t.bulk and 4 * ahead.stages >= 3 * t.stages else t
+
+
 def default_tiling(
     model: ModelConfig, work: Workload, machine: Machine, blocks: int | None = None
 ) -> GpuTiling:
@@ -438,7 +458,8 @@ def default_tiling(
     along K where a block's share would be over 15% above the mean, or where the input rows would
     take over a third of shared memory; the context is cut so that every block has a piece, at most
     8 of them; the ring takes the rest of shared memory, with 48 KB of it in flight, 16 KB while a
-    block waits unless a layer's weights are many rings (such a model is bound by its stream).
+    block waits unless a layer's weights are many rings (such a model is bound by its stream); where
+    they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights).
     `blocks` replaces the machine's SM count. Raises `Infeasible` naming the limit where nothing
     fits.
     """
@@ -468,6 +489,8 @@ def default_tiling(
     layer = int(work.weight_bytes * (h * (q + 2 * model.kv_width) + q * h + 3 * h * f)) // count
     streamed = layer > STREAMED * t.stages * t.chunk_bytes
     t = replace(t, in_flight=flight, in_flight_waiting=flight if streamed else min(WAITING, flight))
+    if layer <= FEW * t.stages * t.chunk_bytes and work.batch == 1 and weight_bits(t) == 16:
+        t = _staged(model, work, t, machine)
     why = refuse(model, work, t, machine)
     if why is not None:
         raise Infeasible(f"no megakernel for {machine.name}: {why}")

@@ -203,6 +203,7 @@ def _defines(
         "QKV_BIAS": int(model.qkv_bias), "MLP_BIAS": int(model.mlp_bias),
         "AT_SUMS": plan.inputs, "AT_RESIDUAL": plan.inputs + plan.sums,
         "AT_STAGED": plan.inputs + plan.sums + plan.residual, "STAGED": t.staged,
+        "HELD": int(t.held), "MASS_BESIDE": int(t.mass_beside),
         "FENCED": int(t.fenced), "KEPT": int(t.kept),
         "AT_RING": plan.inputs + plan.sums + plan.residual + plan.staged, "RESIDUAL_ROWS": kept,
         **_weights(layout),

@@ -161,7 +161,12 @@ __device__ __forceinline__ void om_fill_attention(om_state &s, const char *piece
                    : nullptr;
 #pragma unroll
     for (int k = 0; k < M; k++) m[k] = here ? om_look(mass_at + k * 16) : make_uint4(0, 0, 0, 0);
+#if !OM_MASS_BESIDE
     om_read<N, false>(s, at, use, OM_EDGE_ATTEND, w);
+#else /* what is looked at after the pieces comes a whole look later */
+#pragma unroll
+    for (int k = 0; k < N; k++) w[k] = here ? om_look(at[k]) : make_uint4(0, 0, 0, 0);
+#endif
     om_patience wait;
     float mass[OM_PIECES4];
     for (;;) {
@@ -173,7 +178,18 @@ __device__ __forceinline__ void om_fill_attention(om_state &s, const char *piece
       }
 #pragma unroll
       for (int k = 0; k < N; k++) missing |= here && (__float_as_uint(mass[k]) & 7) != mark;
+#if OM_MASS_BESIDE
+      const bool masses_missing = missing;
+#pragma unroll
+      for (int k = 0; k < N; k++) missing |= here && !om_eights(w[k], use);
       if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, m[0].x & 7)) break;
+#pragma unroll
+      for (int k = 0; k < N; k++)
+        if (here && !om_eights(w[k], use)) w[k] = om_look(at[k]);
+      if (!masses_missing) continue;
+#else
+      if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, m[0].x & 7)) break;
+#endif
 #pragma unroll
       for (int k = 0; k < M; k++) m[k] = om_look(mass_at + k * 16);
     }

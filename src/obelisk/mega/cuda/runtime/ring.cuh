@@ -20,6 +20,14 @@ __device__ __forceinline__ bool om_landed(u32 bar, u32 parity) {
 #endif
   return done;
 }
+__device__ __forceinline__ bool om_landed_now(u32 bar, u32 parity) { /* does not wait */
+  u32 done;
+  asm volatile("{.reg .pred q; mbarrier.test_wait.parity.shared.b64 q, [%1], %2; selp.u32 %0, 1, 0, q;}"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
+  return done;
+}
 __device__ __forceinline__ void om_wait(u32 bar, u32 parity) {
   while (!om_landed(bar, parity)) {
   }
@@ -220,6 +228,41 @@ __device__ __forceinline__ bool om_join(const om_state &s, u32 unit, u32 share, 
   return true;
 }
 
+/* A lane's operands of the phase's first piece of its warp, read from the ring while the block still waits for its
+ * inputs: what eight warps read takes as long as all else that a small product does. Only what has landed, and for few
+ * slots of 16-bit weights, which leave registers for it. */
+struct om_held {
+  bool have = false;
+  uint4 a[16];
+};
+template <int BITS, int PIECE> __device__ __forceinline__ constexpr bool om_holds() {
+  return OM_HELD && BITS == 16 && OM_BATCH <= 2 && PIECE <= 8;
+}
+template <int BITS, int BLOCKS_K, int CHUNK, int CUTS>
+__device__ __forceinline__ void om_hold(const om_state &s, int units, om_held &held) {
+  constexpr int SLABS = BLOCKS_K / om_format<BITS>::BLOCKS, CHUNKS = (SLABS + CHUNK - 1) / CHUNK, PIECE = CHUNK / CUTS;
+  constexpr int REST = SLABS - (CHUNKS - 1) * CHUNK, ENDS = (REST + PIECE - 1) / PIECE;
+  constexpr int PIECES = (CHUNKS - 1) * CUTS + ENDS, LAST = REST - (ENDS - 1) * PIECE;
+  if (!om_holds<BITS, PIECE>()) return;
+  const u32 lane = s.lane(), local = s.warp(), part = local % PIECES;
+  const u32 chunk = s.chunk + local / PIECES * CHUNKS + part / CUTS, slot = chunk % OM_STAGES;
+  held.have = local < units * PIECES && (LAST == PIECE || part != PIECES - 1) &&
+              om_landed_now(om_address(om.full) + 8 * slot, chunk / OM_STAGES & 1);
+  const char *const w = om_memory + OM_AT_RING + slot * OM_CHUNK + part % CUTS * (PIECE * 1024) + lane * 16;
+#pragma unroll /* read in any case: registers that may be undefined are kept in memory */
+  for (int j = 0; j < 2 * PIECE; j++) held.a[j % 16] = *(const uint4 *)(w + j * 512);
+}
+template <int N, class Format>
+__device__ __forceinline__ void om_multiply_held(Format &f, const om_held &held, int lane, const char *x) {
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    uint4 b[1];
+    om_inputs(x + j * (OM_BATCH * 64), lane / 4 < OM_BATCH, b);
+    om_mma(f.c[2 * j % 4], held.a[2 * j % 16], b[0].x, b[0].y);
+    om_mma(f.c[(2 * j + 1) % 4], held.a[(2 * j + 1) % 16], b[0].z, b[0].w);
+  }
+}
+
 /* The products of this block's units [0, units) of a phase; the inputs are in shared memory. `out` is called once
  * for each unit by all lanes of one warp: lane (row, quad) has rows `row` and `row` + 8 of the tile, for slots 2 *
  * quad and 2 * quad + 1: v[j] is row `row` of slot 2 * quad + j, v[2 + j] row `row` + 8.
@@ -228,7 +271,7 @@ __device__ __forceinline__ bool om_join(const om_state &s, u32 unit, u32 share, 
  * warp i % OM_WARPS, so what is added in one warp's registers depends on the plan alone. A slot goes back to the
  * loader after OM_ARRIVALS arrivals, whatever the cut: the lanes of a warp arrive for as many as it needs. */
 template <int BITS, int BLOCKS_K, int CHUNK, int CUTS, class Out>
-__device__ __forceinline__ void om_product(om_state &s, int units, Out &out) {
+__device__ __forceinline__ void om_product(om_state &s, int units, Out &out, const om_held &held) {
   using Format = om_format<BITS>;
   constexpr int SLABS = BLOCKS_K / Format::BLOCKS, CHUNKS = (SLABS + CHUNK - 1) / CHUNK, PIECE = CHUNK / CUTS;
   constexpr int REST = SLABS - (CHUNKS - 1) * CHUNK, ENDS = (REST + PIECE - 1) / PIECE; /* of the last chunk */
@@ -240,6 +283,13 @@ __device__ __forceinline__ void om_product(om_state &s, int units, Out &out) {
   const char *const inputs = om_memory + lane / 4 * 64 + lane % 4 * 16;
   const u32 all = units * PIECES;
   Format f;
+  bool ahead = false; /* the first piece is multiplied already */
+  if constexpr (om_holds<BITS, PIECE>())
+    if (held.have) {
+      const u32 part = warp % PIECES;
+      om_multiply_held<PIECE>(f, held, lane, inputs + (part / CUTS * CHUNK + part % CUTS * PIECE) * (OM_BATCH * 64));
+      ahead = true;
+    }
   for (u32 local = warp; local < all; local += OM_WARPS) {
     const u32 unit = local / PIECES, part = local % PIECES, in = part / CUTS, cut = part % CUTS;
     const u32 chunk = s.chunk + unit * CHUNKS + in, slot = chunk % OM_STAGES, parity = chunk / OM_STAGES & 1;
@@ -249,7 +299,9 @@ __device__ __forceinline__ void om_product(om_state &s, int units, Out &out) {
     const char *const x = inputs + (in * CHUNK + cut * PIECE) * (Format::BLOCKS * OM_BATCH * 64);
     const char *const w = om_memory + OM_AT_RING + slot * OM_CHUNK + cut * (PIECE * Format::BYTES);
     const auto landed = [&] { om_wait(om_address(om.full) + 8 * slot, parity); };
-    if (LAST == PIECE || !end)
+    if (ahead)
+      ahead = false;
+    else if (LAST == PIECE || !end)
       om_multiply<PIECE>(f, w, lane, x, landed);
     else
       om_multiply<LAST>(f, w, lane, x, landed);

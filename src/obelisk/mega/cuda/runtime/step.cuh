@@ -3,6 +3,10 @@ __device__ __forceinline__ const float *om_vector(const om_launch *p, int layer,
   return at < 0 ? nullptr : (const float *)(p->weights + OM_LAYER_OFFSET + (size_t)layer * OM_LAYER_BYTES + at);
 }
 
+__device__ __forceinline__ int om_units(int kind, int turn) {
+  return om_share(kind, turn + 1) - om_share(kind, turn);
+}
+
 /* The scales of a matrix's rows: 8-bit weights alone. */
 #if OM_BITS == 8
 #define OM_SCALES(p, layer, name) om_vector(p, layer, OM_AT_##name##_SCALES)
@@ -23,13 +27,15 @@ __device__ __forceinline__ void om_residual_product(om_state &s, char *values, c
   for (int u = begin; u < end;) {
     const int part = u / OM_HIDDEN_TILES, stop = min(end, (part + 1) * OM_HIDDEN_TILES);
     const u64 t0 = om_stamp(s);
+    om_held held;
+    if (OM_HELD) om_hold<OM_BITS, BLOCKS_K, CHUNK, CUTS>(s, stop - u, held);
     fill(part);
     const u64 t1 = om_span(s, kind - 1, t0);
     om_out_residual out{{s, values + (size_t)part * (OM_BATCH * OM_HIDDEN_ROWS * 4), part ? nullptr : bias,
                          scales, u - part * OM_HIDDEN_TILES, mark},
                         part ? nullptr : (const float *)(om_memory + OM_AT_RESIDUAL),
                         kept};
-    om_product<OM_BITS, BLOCKS_K, CHUNK, CUTS>(s, stop - u, out);
+    om_product<OM_BITS, BLOCKS_K, CHUNK, CUTS>(s, stop - u, out, held);
     om_span(s, kind, t1);
     u = stop;
   }
@@ -55,6 +61,8 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   u64 t = om_stamp(s);
   om_own(OM_O, s.turn, from, to);
   const float *gain = om_vector(p, s.layer, OM_AT_NORM_IN);
+  om_held held;
+  if (OM_HELD) om_hold<OM_BITS, OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_CUTS>(s, om_units(OM_QKV, s.turn), held);
   float2 root = s.layer == 0
                     ? om_fill_norm<1, true>(s, before, 0, 0, gain, from, to)
                     : om_fill_norm<OM_DOWN_SPLIT, false>(s, before, (tag - 1) & 7, OM_EDGE_DOWN, gain, from, to);
@@ -62,7 +70,7 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   {
     const int first = om_share(OM_QKV, s.turn);
     om_out_qkv out{{s, qkv, om_vector(p, s.layer, OM_AT_QKV_BIAS), OM_SCALES(p, s.layer, QKV), first, mark}, root};
-    om_product<OM_BITS, OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_CUTS>(s, om_share(OM_QKV, s.turn + 1) - first, out);
+    om_product<OM_BITS, OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_CUTS>(s, om_share(OM_QKV, s.turn + 1) - first, out, held);
     t = om_span(s, OM_SPAN_QKV, t);
   }
   OM_EDGE_DONE(OM_BARRIER_QKV, OM_EDGE_QKV);
@@ -77,12 +85,14 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
   t = om_stamp(s);
   om_own(OM_DOWN, s.turn, from, to);
+  om_held held_up;
+  if (OM_HELD) om_hold<OM_BITS, OM_HIDDEN_K, OM_UP_CHUNK, OM_UP_CUTS>(s, om_units(OM_UP, s.turn), held_up);
   root = om_fill_norm<OM_O_SPLIT, false>(s, o, mark, OM_EDGE_O, om_vector(p, s.layer, OM_AT_NORM_MID), from, to);
   t = om_span(s, OM_SPAN_NORM_MID, t);
   {
     const int first = om_share(OM_UP, s.turn);
     om_out_up out{{s, act, om_vector(p, s.layer, OM_AT_UP_BIAS), OM_SCALES(p, s.layer, UP), first, use}, root};
-    om_product<OM_BITS, OM_HIDDEN_K, OM_UP_CHUNK, OM_UP_CUTS>(s, om_share(OM_UP, s.turn + 1) - first, out);
+    om_product<OM_BITS, OM_HIDDEN_K, OM_UP_CHUNK, OM_UP_CUTS>(s, om_share(OM_UP, s.turn + 1) - first, out, held_up);
     om_span(s, OM_SPAN_UP, t);
   }
   OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
@@ -108,7 +118,7 @@ __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
   const float *const scales = nullptr;
 #endif
   om_out_head out{{s, between + OM_PLACE_LOGITS, nullptr, scales, first, 0}, tag, root, best, best_id};
-  om_product<OM_OUTER_BITS, OM_HIDDEN_K, OM_HEAD_CHUNK, OM_HEAD_CUTS>(s, om_share(OM_HEAD, s.turn + 1) - first, out);
+  om_product<OM_OUTER_BITS, OM_HIDDEN_K, OM_HEAD_CHUNK, OM_HEAD_CUTS>(s, om_share(OM_HEAD, s.turn + 1) - first, out, om_held());
   const int lane = s.lane();
 #pragma unroll
   for (int j = 0; j < 2; j++) {
