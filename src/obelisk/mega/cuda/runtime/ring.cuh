@@ -269,7 +269,8 @@ __device__ __forceinline__ void om_multiply_held(Format &f, const om_held &held,
  *
  * A unit's chunks (CHUNK slabs, the last may be shorter) are cut in CUTS pieces each. Piece i of the phase belongs to
  * warp i % OM_WARPS, so what is added in one warp's registers depends on the plan alone. A slot goes back to the
- * loader after OM_ARRIVALS arrivals, whatever the cut: the lanes of a warp arrive for as many as it needs. */
+ * loader after OM_ARRIVALS arrivals, whatever the cut: the lanes of a warp arrive for as many as it needs. An arrival does
+ * not wait for reads that are under way, and a copy that comes from L2 can overtake them: it depends on the products. */
 template <int BITS, int BLOCKS_K, int CHUNK, int CUTS, class Out>
 __device__ __forceinline__ void om_product(om_state &s, int units, Out &out, const om_held &held) {
   using Format = om_format<BITS>;
@@ -305,6 +306,7 @@ __device__ __forceinline__ void om_product(om_state &s, int units, Out &out, con
       om_multiply<PIECE>(f, w, lane, x, landed);
     else
       om_multiply<LAST>(f, w, lane, x, landed);
+    const bool read = f.read();
     if (flush) {
       float v[4];
       f.take(v);
@@ -312,7 +314,7 @@ __device__ __forceinline__ void om_product(om_state &s, int units, Out &out, con
       if (SHARES == 1 || om_join<SHARES, WINDOW>(s, unit, part % OM_WARPS, end, v)) out.put(unit, v, extra.bias);
     }
     __syncwarp();
-    if (lane < (end ? ARRIVE_END : ARRIVE)) om_arrive(om_address(om.empty) + 8 * slot);
+    if (read && lane < (end ? ARRIVE_END : ARRIVE)) om_arrive(om_address(om.empty) + 8 * slot);
   }
   s.chunk += units * CHUNKS;
   if (SHARES > 1) s.unit += units;

@@ -34,9 +34,13 @@ __device__ __forceinline__ void om_inputs(const char *x, bool here, uint4 (&b)[N
   for (int j = 0; j < N; j++) b[j] = here ? *(const uint4 *)(x + j * (OM_BATCH * 64)) : make_uint4(0, 0, 0, 0);
 }
 
+/* True, which the compiler cannot know: what depends on it comes after the products that `sum` is of, so after their
+ * operands were read. Arithmetic makes no signalling NaN. */
+__device__ __forceinline__ bool om_is_sum(float sum) { return __float_as_uint(sum) != 0x7f800001u; }
+
 /* A format: `BLOCKS` blocks of 32 columns and `BYTES` bytes to a slab; `AHEAD` slabs whose inputs are read before their
- * weights are waited for; `add`: slab J of a piece; `take`: the sums of what was added since the last time, and begin
- * anew. */
+ * weights are waited for; `add`: slab J of a piece; `read`: true when the weights of all slabs were read; `take`: the
+ * sums of what was added since the last time, and begin anew. */
 template <int BITS>
 struct om_format;
 
@@ -50,6 +54,9 @@ struct om_format<16> {
     const uint4 x = *(const uint4 *)(w + lane * 16), y = *(const uint4 *)(w + 512 + lane * 16);
     om_mma(c[2 * J % 4], x, b[0].x, b[0].y);
     om_mma(c[(2 * J + 1) % 4], y, b[0].z, b[0].w);
+  }
+  __device__ __forceinline__ bool read() const {
+    return om_is_sum(c[0][0]) && om_is_sum(c[1][0]) && om_is_sum(c[2][0]) && om_is_sum(c[3][0]);
   }
   __device__ __forceinline__ void take(float (&v)[4]) {
 #pragma unroll
@@ -72,6 +79,9 @@ struct om_format<8> {
     const uint4 x = *(const uint4 *)(w + lane * 16);
     om_mma(c[2 * J % 4], low(x.x), low(x.y), high(x.x), high(x.y), b[0].x, b[0].y);
     om_mma(c[(2 * J + 1) % 4], low(x.z), low(x.w), high(x.z), high(x.w), b[0].z, b[0].w);
+  }
+  __device__ __forceinline__ bool read() const {
+    return om_is_sum(c[0][0]) && om_is_sum(c[1][0]) && om_is_sum(c[2][0]) && om_is_sum(c[3][0]);
   }
   __device__ __forceinline__ void take(float (&v)[4]) {
 #pragma unroll
@@ -126,6 +136,7 @@ struct om_format<4> {
       }
     }
   }
+  __device__ __forceinline__ bool read() const { return om_is_sum(sum[0]); }
   __device__ __forceinline__ void take(float (&v)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = sum[i] * OM_TINY, sum[i] = 0.0f;
