@@ -178,6 +178,13 @@ def fused() -> dict[str, Graph]:
             2, 32, 256, 64, row_tile=32, split=2, key_tile=64, dtype=DType.BF16
         ),
         "attention norm": attention(2, 64, 512, 64, row_tile=32, split=4, key_tile=64, norm=True),
+        "attention many keys": attention(2, 64, 1024, 64, row_tile=64, split=2, key_tile=64),
+        "attention many keys norm": attention(
+            2, 64, 1024, 64, row_tile=64, split=2, key_tile=64, norm=True
+        ),
+        "attention many keys short": attention(
+            1, 16, 1000, 64, row_tile=16, split=1, key_tile=64, transposed=True
+        ),
         "norm matmul": norm_matmul(2, 512, 384, parts=8, split=1, tile=64),
         "norm matmul split": norm_matmul(8, 1024, 256, parts=4, split=2, tile=64),
         "gated": gated(8, 512, 256, parts=8, loop=8),

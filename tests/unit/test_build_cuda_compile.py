@@ -66,6 +66,28 @@ def test_fused_kernels_compile_within_limits(machine: Machine) -> None:
     check(sources, machine)
 
 
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.arch)
+def test_overlapped_iterations_spill_nothing(machine: Machine) -> None:
+    graphs = fused()
+    picked = (
+        ("attention many keys", CudaOptions(groups=3, ahead=True)),
+        ("attention many keys", CudaOptions(groups=2, bulk=False, ahead=True)),
+        ("attention many keys", CudaOptions(row_warps=8, groups=2, wgmma=False, ahead=True)),
+        ("attention many keys norm", CudaOptions(groups=2, ahead=True)),
+        ("attention many keys short", CudaOptions(groups=4, ahead=True)),
+        ("attention many keys short", CudaOptions(groups=1, ahead=True)),
+    )
+    sources = [
+        kernel.source
+        for name, options in picked
+        for kernel in lower_cuda(graphs[name], machine, options).kernels
+    ]
+    assert any("const int following" in s for s in sources)
+    for built in compile_cuda_many(sources, machine.arch):
+        assert isinstance(built, Cubin), str(built)
+        assert built.resources.spill_stores == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.arch)

@@ -62,6 +62,12 @@ def pipeline_lines(work: Fragments) -> list[str]:
         f"{'bulk copies of a warp of its own' if work.bulk else '16-byte copies of all threads'}",
         f"shared memory: {work.shared_bytes()} bytes",
     ]
+    if work.late:
+        out.insert(
+            1,
+            f"products of {len(work.early)} begin an iteration, in front of the last one's final "
+            f"{len(work.late)}",
+        )
     for s in work.stages.values():
         lies = f"rows of {s.stride} bytes" if s.stride else "swizzled lines of 128 bytes"
         where = "of each slot" if s.loop else "of the block's own part"

@@ -402,9 +402,13 @@ class Fragments(Clustered):
     def build(self) -> None:
         """Print all values on demand of the stores."""
         self.share()
+        self.begin()
         for j, store in enumerate(self.block.stores):
             late = self.when(base_of(store.value)) is Phase.POST
             self.store(j, self.after if late else self.c)
+
+    def begin(self) -> None:
+        """Print what an iteration begins with, where that is not left to demand."""
 
     def ring(self) -> list[str]:
         """What comes before anything is read: the barriers of the pipeline's slots."""
@@ -513,6 +517,25 @@ class Fragments(Clustered):
         if self.groups > 1:
             t.close()
 
+    def refill(self, t: Text, moving: Sequence[Stage], now: str) -> None:
+        """Copies of the tile that comes `ahead` iterations behind number `now`, where the one in
+        front of that was.
+        """
+        ahead = self.ahead
+        if self.buffers > ahead:
+            t.open()
+            t.line(f"const int next = {now} + {ahead * self.groups};")
+            t.open(f"if (next < {self.block.loop})")
+            t.line(f"const unsigned to = tiles + (slot == 0 ? {ahead} : slot - 1) * {self.moving};")
+            t.line("const int it = next;")
+            for line in self.split_lines(True):
+                t.line(line)
+            for line in self.copies(moving, "to", self.group_threads, "member"):
+                t.line(line)
+            t.close()
+            t.close()
+        t.line("ob_copy_commit();")
+
     def loop(self, t: Text, moving: Sequence[Stage]) -> None:
         """The pipelined loop of a group."""
         loop, groups, ahead = self.block.loop, self.groups, self.ahead
@@ -534,20 +557,8 @@ class Fragments(Clustered):
             t.line(f"ob_group_barrier<{self.group_threads}>(1 + group);")
         if moving:
             t.line(f"const unsigned tile = tiles + slot * {self.moving};")
-        if moving and self.buffers > ahead and not self.bulk:
-            t.open()
-            t.line(f"const int next = it + {ahead * groups};")
-            t.open(f"if (next < {loop})")
-            t.line(f"const unsigned to = tiles + (slot == 0 ? {ahead} : slot - 1) * {self.moving};")
-            t.line("const int it = next;")
-            for line in self.split_lines(True):
-                t.line(line)
-            for line in self.copies(moving, "to", self.group_threads, "member"):
-                t.line(line)
-            t.close()
-            t.close()
         if moving and not self.bulk:
-            t.line("ob_copy_commit();")
+            self.refill(t, moving, "it")
         for line in self.split_lines(True):
             t.line(line)
         t.lines += ["  " * t.depth + x for x in self.out[Phase.LOOP].lines]

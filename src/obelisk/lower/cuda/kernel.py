@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from obelisk.base.errors import Infeasible
 from obelisk.ir.block import BlockGraph
 from obelisk.ir.op import Op
+from obelisk.lower.cuda.ahead import Ahead
 from obelisk.lower.cuda.combine import Gathering, combining, gathering, split_axis
 from obelisk.lower.cuda.dealt import Dealt, Gathered
 from obelisk.lower.cuda.describe import plan_lines
@@ -88,6 +89,7 @@ def planned(
     if not any(n.op is Op.MATMUL for n in block.body):
         names = ([f"in{i}" for i in range(len(params))], [f"out{j}" for j in range(len(results))])
         return Dealt(block, params, results, "", names), None
+    make = Ahead if options.ahead else Fragments
     ending = cluster_ending(block, last, machine, options) if last is not None else None
     if ending is not None and last is not None:
         places = [j for j in last.places if j is not None]
@@ -96,12 +98,12 @@ def planned(
             options, resident=max(options.resident, waves) if waves > 1 else options.resident
         )
         try:
-            work = Fragments(block, params, results, machine, closer, (ending, places))
+            work = make(block, params, results, machine, closer, (ending, places))
         except Infeasible:  # no room for the parts
-            return Fragments(block, params, results, machine, options), None
+            return make(block, params, results, machine, options), None
         if work.looped and work.resident >= waves:
             return work, ending
-    return Fragments(block, params, results, machine, options), None
+    return make(block, params, results, machine, options), None
 
 
 def cluster_waves(blocks: int, size: int, machine: Machine) -> int:
@@ -195,6 +197,7 @@ def register_kernel(
         headers += [
             *(["bulk.cuh"] if work.bulk else []),
             *(["wgmma.cuh"] if work.wide else []),
+            *(["ahead.cuh"] if work.wide and work.late else []),
         ]
         threads, shared, resident = work.launch_threads(), work.shared_bytes(), work.resident
     begin = _begin(work, block, ending.split if ending else None)

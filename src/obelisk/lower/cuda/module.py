@@ -25,7 +25,7 @@ from obelisk.lower.cuda.options import (
     Place,
     Pointer,
 )
-from obelisk.lower.cuda.sizes import fitting_splits, has_products, row_axis, scaled
+from obelisk.lower.cuda.sizes import fitting_splits, has_chain, has_products, row_axis, scaled
 from obelisk.lower.describe import kernel_lines
 from obelisk.lower.program import _Program
 from obelisk.lower.schedule import Operand, Rules, flatten
@@ -39,6 +39,8 @@ SCRATCH_LIMIT = 1 << 36
 LINE = 64  # columns of a whole line of a swizzled tile
 WIDE = 64  # rows from which products can be made by four warps
 BLOCK_LIMIT = (1 << 31) - 1  # of a one-dimensional grid
+LEAST_AHEAD = 3  # iterations of a loop that may gain from an overlap
+AHEAD_TALL = ((3, 64, True), (2, 64, True), (4, 64, False))  # groups, loop tile, bulk copies
 DEFAULT = CudaOptions()
 RULES = Rules(lanes=4, alias=True, work=lambda _: 0, arena_limit=ARENA_LIMIT, mixed=True)
 _PLACES = {
@@ -240,6 +242,7 @@ def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
         return [DEFAULT]
     has = machine.features
     tall = _tall(graph, machine) if Feature.WGMMA in has else []
+    tall += _ahead(graph, [o for o in tall if (o.groups, o.loop_tile, o.bulk) in AHEAD_TALL])
     if rows >= WIDE and tall:
         return [DEFAULT, *tall, CudaOptions(groups=2, wgmma=False)]
     parts = fitting_splits(graph, machine) if Feature.CLUSTERS in has else 0
@@ -249,8 +252,14 @@ def variants(graph: Graph, machine: Machine) -> list[CudaOptions]:
         made += [CudaOptions(groups=4, clusters=False)]
     if rows > 16:
         made += [CudaOptions(row_warps=8), CudaOptions(stages=2)]
+        made += _ahead(graph, [DEFAULT, CudaOptions(row_warps=8, groups=2)])
         return [DEFAULT, *made, *(CudaOptions(row_warps=8, groups=n) for n in (8, 4, 3, 2))]
-    return [DEFAULT, *made, *_flat(has)]
+    return [DEFAULT, *made, *_flat(has), *_ahead(graph, [DEFAULT, CudaOptions(groups=4)])]
+
+
+def _ahead(graph: Graph, chosen: list[CudaOptions]) -> list[CudaOptions]:
+    """Those of some choices whose iterations can overlap, with that."""
+    return [replace(o, ahead=True) for o in chosen if has_chain(scaled(graph, o), LEAST_AHEAD)]
 
 
 def _tall(graph: Graph, machine: Machine) -> list[CudaOptions]:

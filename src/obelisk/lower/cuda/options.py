@@ -37,6 +37,8 @@ class CudaOptions:
         remake: a right operand that is computed from a tile in shared memory is written there by
             the group's warps.
         bulk: a warp of its own fills the pipeline with bulk copies where the device has them.
+        ahead: an iteration's first product is begun in front of the last one's final product where
+            a loop has such a chain, so that exponentials run beside products.
         resident: blocks that one SM shall hold at a time (0: as many as the grid has for it, and
             two where weights are streamed, so that the next launch's blocks find room to start
             early; at most 4, if their pipelines stay deep enough).
@@ -60,6 +62,7 @@ class CudaOptions:
     bulk: bool = True
     share_scales: bool = True
     remake: bool = True
+    ahead: bool = False
     threads: int = 256
 
 

@@ -363,7 +363,8 @@ class Products(Values):
         item = self.reciprocal(s, deal) if divided else self.at(self.value(s, deal))
         name, got = self.name("scales"), self.name("scale")
         barrier = f"ob_group_barrier<{self.group_threads}>(1 + group);"
-        text.line(f"__shared__ float {name}[{self.groups * depth}];")
+        home = self.carried if self.late else text
+        home.line(f"__shared__ float {name}[{self.groups * depth}];")
         if self.bulk:
             text.line(barrier)  # the last iteration's have been read
         self.nest(text, (k,), deal)
@@ -432,9 +433,11 @@ class Products(Values):
         self.unnest(text, layout.order)
         return value
 
-    def left(self, x: Node, k: int, text: Text, scale: str = "") -> tuple[str, str]:
+    def left(
+        self, x: Node, k: int, text: Text, scale: str = "", late: bool = False
+    ) -> tuple[str, str]:
         """Lines that fill `unsigned a[4]` for tile w and step k, and what is declared before.
-        `scale` is a factor at register r{k}.
+        `scale` is a factor at register r{k}; `late`: the product comes an iteration later.
         """
         node = base_of(x)
         steps = self.c.dim(k).registers // 4
@@ -479,7 +482,10 @@ class Products(Values):
             self.cover(value, k, self.c, home)
             name = self.packed[key] = self.name("a")
             v = value.name
-            home.line(f"unsigned {name}[{self.tiles}][{steps}][4];")
+            (self.carried if late else home).line(f"unsigned {name}[{self.tiles}][{steps}][4];")
+            if late:
+                home = self.finish
+                self.kept.append(v)
             home.line("#pragma unroll")
             home.open(f"for (int w = 0; w < {self.tiles}; w++)")
             home.line("#pragma unroll")
@@ -558,11 +564,15 @@ class Products(Values):
             scale = self.scale_of(node, text)
             if not self.bounded(a):
                 pairs, scale = self.scale_pairs(scale, k, dtype, text), ""
-        fill_a, ready_a = self.left(a, k, text, scale or ("OB_LOG2E" if self.by_two(node) else ""))
+        late = node in self.late
+        scale = scale or ("OB_LOG2E" if self.by_two(node) else "")
+        fill_a, ready_a = self.left(a, k, text, scale, late)
         if made is not None:
             self.remake(node, text)  # where none ran meanwhile
             self.meet(b, text)
             b = made
+        if late:
+            text = self.later
         if self.wide:
             self.multiply_wide(base_of(b), (k, n), value, text, (fill_a, ready_a, fresh), node)
             return
@@ -664,7 +674,9 @@ class Products(Values):
         text.line("ob_wgmma_commit();")
         if fresh:
             self.meanwhile(node, text)
-        if fresh or text is not self.out[Phase.LOOP]:
+        if node in self.early:  # the loop waits for it
+            return
+        if fresh or not (text is self.out[Phase.LOOP] or text is self.later):
             text.line("ob_wgmma_wait();")
             text.line(f"ob_wgmma_settle({value.name});")
         else:  # an accumulator: nothing in this iteration reads it

@@ -41,6 +41,23 @@ def has_products(block: BlockGraph) -> bool:
     return any(n.op is Op.MATMUL for n in flatten(block).body)
 
 
+def has_chain(graph: Graph, least: int) -> bool:
+    """Whether a block graph's loop of at least so many iterations feeds products to products."""
+    for block in blocks_of(graph):
+        flat = flatten(block)
+        phase = flat.info.phase
+        inside = [n for n in flat.body if n.op is Op.MATMUL and phase[n] is Phase.LOOP]
+        if flat.loop < least or len(inside) < 2:
+            continue
+        reached = set(inside)
+        for node in flat.body:  # in order: operands come first
+            if phase[node] is Phase.LOOP and not reached.isdisjoint(node.inputs):
+                if node in reached and node.op is Op.MATMUL:
+                    return True
+                reached.add(node)
+    return False
+
+
 def row_axis(block: BlockGraph) -> tuple[int, int] | None:
     """The grid axis that cuts the rows of a block's first product, and how many rows there are in
     all; None where no axis does.

@@ -97,6 +97,10 @@ class Values:
         tag: prefix of every name, so that two block graphs can share a kernel.
         pointers: the C expression of each param's and result's address.
         threads: threads that run the text (a power of two where a layout spreads folds over warps).
+        early, late: products of a loop whose iterations overlap (`ahead`): those that begin an
+            iteration, and those that end it beside the next one's beginning.
+        carried, later, finish: what late products need outside the loop, the products, and what
+            must wait for those of the iteration before; `kept`: their left operands' values.
     """
 
     register_limit = REGISTER_LIMIT
@@ -133,6 +137,10 @@ class Values:
         self.decay: dict[Node, Value] = {}
         self.peak: dict[Node, Value] = {}
         self.exchange = 0  # bytes of shared memory for folds across warps
+        self.early: tuple[Node, ...] = ()
+        self.late: tuple[Node, ...] = ()
+        self.carried, self.later, self.finish = Text(), Text(), Text()
+        self.kept: list[str] = []
 
     # ---- names and phases
 
@@ -288,9 +296,10 @@ class Values:
             part = self.value(x, layout)
         if peak is not None:
             decay = self.decay[node.inputs[1]]
-            self.nest(text, axes, layout)
-            text.line(f"{self.at(state)} *= {self.at(decay)};")
-            self.unnest(text, axes)
+            home = self.finish if x in self.late else text
+            self.nest(home, axes, layout)
+            home.line(f"{self.at(state)} *= {self.at(decay)};")
+            self.unnest(home, axes)
         if part is None:
             self.multiply(x, state, text, False)
         else:
