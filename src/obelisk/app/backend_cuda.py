@@ -109,6 +109,7 @@ class CudaBackend:
         "groups": {"groups": 1},
         "wgmma": {"wgmma": False},
         "bulk": {"bulk": False},
+        "ahead": {"ahead": False},
         "clusters": {"clusters": False},
         "scales": {"share_scales": False, "remake": False},
         "sizes": {"row_tile": 0, "column_tile": 0, "splits": 0},
