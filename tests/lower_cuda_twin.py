@@ -9,9 +9,7 @@ copies and products of four warps as late as the text allows, `order` 1 runs thr
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy as np
 
 from obelisk.ir import Graph
 from obelisk.lower.cuda import CudaKernel, CudaModule, Place
-from tests.mega_cuda_twin import HERE, _closing, _operands
+from tests.cuda_text import HERE, asm_called, library, preprocessed
 
 ARENA = 228 << 10  # bytes of dynamic shared memory of a block; static arrays lie behind it
 STATIC = 4 << 10  # bytes kept for each static array
@@ -41,16 +39,8 @@ _CALLS = (  # what a template holds, which function it is
 )  # fmt: skip
 
 
-def _call(body: str) -> str:
-    """One asm statement's inside as a call."""
-    template, rest = "", body
-    while (m := re.match(r'\s*"((?:[^"\\]|\\.)*)"', rest)) is not None:
-        template += m[1]
-        rest = rest[m.end() :]
-    sections = [s for s in re.split(r":(?![^(]*\))", rest.replace("::", ": :"))][1:]
-    outs, ins = (
-        [e for _, e in _operands(sections[i])] if len(sections) > i else [] for i in range(2)
-    )
+def _call(template: str, outs: list[str], ins: list[str]) -> str:
+    """An asm statement as a call."""
     if "wgmma.mma_async" in template:
         results = ", ".join(f"&({e})" for e in outs)
         left = ", ".join(f"&({e})" for e in ins[:4])
@@ -67,10 +57,7 @@ def _call(body: str) -> str:
 
 def twin_source(kernel: CudaKernel, arch: int) -> str:
     """The C++ of a kernel."""
-    text = subprocess.run(
-        ["g++", "-E", "-P", f"-D__CUDA_ARCH__={arch}", "-x", "c++", "-"], input=kernel.source,
-        capture_output=True, text=True, check=True, timeout=60,
-    ).stdout  # fmt: skip
+    text = preprocessed(kernel.source, f"-D__CUDA_ARCH__={arch}")
     text = re.sub(
         r"extern __shared__ __align__\(\d+\) char arena\[\];", "char *arena = om_memory;", text
     )
@@ -85,14 +72,7 @@ def twin_source(kernel: CudaKernel, arch: int) -> str:
 
     text = re.sub(r"__shared__ (?:__align__\(\d+\) )?([a-z ]+) (\w+)(\[\d+\])?;", static, text)
     assert count <= STATICS
-    out, at = [], 0
-    for m in re.finditer(r"\basm\s*(?:volatile)?\s*\(", text):
-        if m.start() < at:
-            continue
-        end = _closing(text, m.end() - 1)
-        out += [text[at : m.start()], _call(text[m.end() : end])]
-        at = end + 1
-    text = "".join([*out, text[at:]])
+    text = asm_called(text, _call)
     header = re.search(r"obelisk_kernel\(([^)]*)\)", text)
     assert header is not None
     given = []
@@ -109,17 +89,7 @@ def twin_source(kernel: CudaKernel, arch: int) -> str:
 
 def build(kernel: CudaKernel, folder: Path, arch: int) -> ctypes.CDLL:
     """A library that runs the kernel."""
-    text = twin_source(kernel, arch)
-    name = folder / hashlib.sha256(text.encode()).hexdigest()[:24]
-    library = name.with_suffix(".so")
-    if not library.is_file():
-        name.with_suffix(".cpp").write_text(text)
-        subprocess.run(
-            ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-fPIC", "-shared", "-w",
-             "-Wno-psabi", "-o",
-             str(library), str(name.with_suffix(".cpp"))], check=True, timeout=280,
-        )  # fmt: skip
-    return ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(library(twin_source(kernel, arch), folder)))
 
 
 class Stuck(Exception):

@@ -9,19 +9,17 @@ Blocks and threads take turns in a fixed order (`order` 1: from the last).
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import platform
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from obelisk.plan import HostIdentity
+from tests.cuda_text import HERE, asm_called, library, preprocessed
 
 Array = Any
-HERE = Path(__file__).parent / "cuda_on_cpu"
 SHARED_ROOM = 256 << 10  # bytes of dynamic shared memory of a block
 BLOCK_ROOM = SHARED_ROOM + (16 << 10)
 SUPPORTED = platform.machine() == "x86_64"
@@ -45,65 +43,24 @@ _CALLS = (  # how the template begins, which function it is
 )  # fmt: skip
 
 
-def _closing(text: str, at: int) -> int:
-    """The place of the parenthesis that closes the one at `at`, strings left out."""
-    depth, quoted = 0, False
-    for i in range(at, len(text)):
-        c = text[i]
-        if c == '"' and text[i - 1] != "\\":
-            quoted = not quoted
-        elif not quoted and c in "()":
-            depth += 1 if c == "(" else -1
-            if depth == 0:
-                return i
-    raise AssertionError("an asm statement does not end")
-
-
-def _operands(part: str) -> list[tuple[str, str]]:
-    """(constraint, expression) of one section."""
-    out, at = [], 0
-    while (m := re.compile(r'\s*,?\s*"([^"]*)"\s*\(').match(part, at)) is not None:
-        end = _closing(part, m.end() - 1)
-        out.append((m[1], part[m.end() : end]))
-        at = end + 1
-    return out
-
-
-def _call(body: str) -> str:
-    """One asm statement's inside as a call."""
-    template, rest = "", body
-    while (m := re.match(r'\s*"((?:[^"\\]|\\.)*)"', rest)) is not None:
-        template += m[1]
-        rest = rest[m.end() :]
+def _call(template: str, outs: list[str], ins: list[str]) -> str:
+    """An asm statement as a call."""
     if template.startswith("mma.sync"):
         name = "mma_bf16" if "bf16" in template else "mma_f16"
     else:
         name = next(n for begins, n in _CALLS if template.startswith(begins))
-    sections = [s for s in re.split(r":(?![^(]*\))", rest.replace("::", ": :"))][1:]
-    outs = _operands(sections[0]) if sections else []
-    ins = _operands(sections[1]) if len(sections) > 1 else []
-    return f"ptx_{name}({', '.join(e for _, e in (*outs, *ins))})"
+    return f"ptx_{name}({', '.join([*outs, *ins])})"
 
 
 def twin_source(source: str) -> str:
     """The C++ of an emitted kernel."""
-    text = subprocess.run(
-        ["g++", "-E", "-P", "-x", "c++", "-"], input=source, capture_output=True, text=True,
-        check=True, timeout=60,
-    ).stdout  # fmt: skip
+    text = preprocessed(source)
     text = re.sub(r"extern __shared__ __align__\(\d+\) char om_memory\[\];", "", text)
     text = re.sub(
         r"__shared__ (?:__align__\(\d+\) )?(\w+) (\w+);",
         r"static \1 *\2_p;\n#define \2 (*\2_p)", text,
     )  # fmt: skip
-    out, at = [], 0
-    for m in re.finditer(r"\basm\s*(?:volatile)?\s*\(", text):
-        if m.start() < at:
-            continue
-        end = _closing(text, m.end() - 1)
-        out += [text[at : m.start()], _call(text[m.end() : end])]
-        at = end + 1
-    body = "".join([*out, text[at:]])
+    body = asm_called(text, _call)
     parts = [
         (HERE / "before.h").read_text(), f"#define TWIN_SHARED {SHARED_ROOM}",
         f"#define TWIN_BYTES {BLOCK_ROOM}", body, (HERE / "after.h").read_text(),
@@ -113,16 +70,7 @@ def twin_source(source: str) -> str:
 
 def build_twin(source: str, folder: Path) -> bytes:
     """The path of a library, as bytes: a plan's binary for `TwinKernel`."""
-    text = twin_source(source)
-    name = folder / hashlib.sha256(text.encode()).hexdigest()[:24]
-    library = name.with_suffix(".so")
-    if not library.is_file():
-        name.with_suffix(".cpp").write_text(text)
-        subprocess.run(
-            ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-fPIC", "-shared", "-w", "-o",
-             str(library), str(name.with_suffix(".cpp"))], check=True, timeout=280,
-        )  # fmt: skip
-    return str(library).encode()
+    return str(library(twin_source(source), folder)).encode()
 
 
 class TwinDevice:
