@@ -56,6 +56,16 @@ def test_every_architecture_within_its_limits(work: Workload) -> None:
         assert -(-warps // 4) * 32 * r.registers <= machine.registers // 4
 
 
+@pytest.mark.parametrize("weights", [WeightFormat.BF16, WeightFormat.INT8, WeightFormat.W4A16])
+def test_a_slot_is_given_back_behind_the_products_that_read_it(weights: WeightFormat) -> None:
+    """The compiler keeps the comparison of sums that each of the five products' arrivals waits for:
+    without it nothing but the order of instructions is between a read and the next copy.
+    """
+    work = replace(WORK, weights=weights)
+    image = compile_cuda(emitted("h200", work).source, find("h200").arch).path.read_bytes()
+    assert image.count((0x7F800001).to_bytes(4, "little")) >= 5
+
+
 def test_equal_arguments_give_equal_text_and_architectures_differ() -> None:
     """Byte for byte; the copy engine only where there is one."""
     assert emitted("h200").source == emitted("h200").source
