@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -141,7 +142,7 @@ def test_a_debug_mode_that_is_not_there_is_refused() -> None:
 class _Stand:
     """A device that is right, or not: the float64 meanings behind the interface of a session."""
 
-    wrong = 0.0
+    wrong = wrong_value = 0.0
     seconds: Sequence[float] = ()
     opened: list[Plan] = []  # noqa: RUF012 (a list of the test's, reset by it)
 
@@ -158,11 +159,17 @@ class _Stand:
 
     def launch(self, feeds: Sequence[Sequence[int]], want: Sequence[int]) -> None:
         if self.keep_logits:
-            self.got = self.machine.step([f[0] for f in feeds])
+            for tokens in zip(*feeds, strict=True):
+                self.got = self.machine.step(tokens)
             self.got[0, 3] += self.wrong * np.abs(self.got).max()
 
     def logits(self) -> Any:
         return self.got
+
+    def cached(self, count: int) -> tuple[Any, Any]:
+        keys, values = (x[:, :, :, :count].copy() for x in (self.machine.keys, self.machine.values))
+        values[1, 0, 0, 4] *= 1 + self.wrong_value
+        return keys, values
 
     def reset(self) -> None:
         self.position[:] = 0
@@ -193,6 +200,8 @@ def test_the_fastest_of_what_was_timed_is_judged_and_kept(stand: Path) -> None:
     assert made.plan.host == HERE
     assert made.plan.tolerance is not None
     assert made.plan.tolerance < 2e-2  # bf16 weights against the same, and no kernel between
+    assert (made.plan.judged["positions"], made.plan.judged["slots"]) == (20, 2)
+    assert 0 < made.plan.judged["keys"] < 2e-2
     assert made.plan.measured["step_bytes"] == step_bytes(made.plan, 32)
     assert set(made.plan.weights_digests) == {"model.safetensors"}
 
@@ -202,6 +211,28 @@ def test_a_kernel_that_differs_is_not_written(stand: Path, monkeypatch: pytest.M
     monkeypatch.setattr(_Stand, "wrong", 0.2)
     with pytest.raises(InternalError, match="differs from its meaning"):
         synthesise_cuda(stand, WORK, H200, profile=1)
+
+
+def test_a_layer_that_differs_is_named(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of one position, one head, the last layer: no logit need show it."""
+    monkeypatch.setattr(_Stand, "wrong_value", 2.0)
+    with pytest.raises(InternalError, match="values of layer 1 by"):
+        synthesise_cuda(stand, WORK, H200, profile=1)
+
+
+def test_cuts_are_compiled_at_the_same_time(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No build ends before all have begun; one that fails leaves the others."""
+    together = threading.Barrier(3, timeout=30)
+
+    def build(emitted: Any, machine: Any) -> bytes:
+        if together.wait() == 0:
+            raise Infeasible("the kernel spills 400 bytes of registers")
+        return b"cubin"
+
+    monkeypatch.setattr(synth_cuda, "build", build)
+    monkeypatch.setattr(synth_cuda, "usable_cores", lambda: 3)
+    made = synthesise_cuda(stand, WORK, H200, profile=3)
+    assert len(made.profiled) == 2
 
 
 def test_what_does_not_compile_is_left_out(stand: Path, monkeypatch: pytest.MonkeyPatch) -> None:

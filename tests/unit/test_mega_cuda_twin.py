@@ -81,6 +81,7 @@ def test_a_checkpoint_of_groups(
     save_gptq(tmp_path / "model", c, random_tensors(c, 3), group=group, symmetric=symmetric)
     here = twin.TwinDevice().identity("sm_90a")
     monkeypatch.setattr(synth_cuda, "matching_device", lambda machine, blocks: here)
+    monkeypatch.setattr(synth_cuda, "PROFILE_STEPS", 2)  # nothing is timed here
     work = workload_of(parse_config(c), 1, 48, "w4a16", tmp_path / "model")
     assert (work.group, work.zeros) == (group, not symmetric)
     made = synth_cuda.synthesise_cuda(tmp_path / "model", work, MACHINE, blocks=3, profile=1)

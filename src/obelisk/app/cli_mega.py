@@ -335,6 +335,19 @@ def _decided(plan: Plan) -> dict[str, str]:
     }  # fmt: skip
 
 
+def _reached(plan: Plan) -> str:
+    """The tolerance, and what was compared for it."""
+    if plan.tolerance is None:
+        return f"not judged: made without the {plan.target} device that it is for"
+    said, j = f"{plan.tolerance:.1e} of the largest logit, against float64", plan.judged
+    if not j:
+        return said
+    return (
+        f"{said} (last {j['steps']} of {j['positions']} positions, slots {j['slots']}); keys of "
+        f"all layers {j['keys']:.1e}, values {j['values']:.1e} of a layer's largest"
+    )
+
+
 @plan_app.command("show")
 def plan_show(
     plan_file: PlanArg,
@@ -370,8 +383,7 @@ def plan_show(
             lines["measured"] = (
                 f"{step * 1e3:.3f} ms a step at position {plan.measured['position']}"
             )
-        if plan.tolerance is not None:
-            lines["tolerance"] = f"{plan.tolerance:.1e} of the largest logit, against float64"
+        lines["tolerance"] = _reached(plan)
         for name, value in lines.items():
             stdout().print(Text(f"{name:13s} {value}"), soft_wrap=True)
     _write_json(json_file, plan.manifest())

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from obelisk.app.plan_judge import relative_error
 from obelisk.base.errors import UserError
 from obelisk.plan import Plan
 from obelisk.runtime import CpuSession
@@ -81,17 +82,6 @@ class _Witness(VirtualMachine):
                 kept[rows, r.lo : r.hi] = page[rows, r.lo : r.hi]
 
 
-def _error(got: Array, want: Array) -> float:
-    """The largest error relative to the largest element; infinite where only one is finite."""
-    finite = np.isfinite(want)
-    if not np.array_equal(finite, np.isfinite(got)):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    most = float(np.abs(want[finite]).max())
-    return float(np.abs(got[finite] - want[finite]).max()) / (most or 1.0)
-
-
 def _used(s: StepShape, value: str, rows: Array) -> Array:
     """Rows without the padding that nobody reads, and so nobody needs to write."""
     if value == "part":
@@ -139,7 +129,7 @@ def compare(
                 got = session.recorded(op.kind, value, max(op.layer, 0))
                 want = machine.seen[op.kind, op.layer, value]
                 got, want = (_used(schedule.shape, value, x) for x in (got, want))
-            out.append(Difference(op.kind, op.layer, value, _error(got, want)))
+            out.append(Difference(op.kind, op.layer, value, relative_error(got, want)))
     session.reset()
     session.record = None
     return out

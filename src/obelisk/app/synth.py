@@ -1,20 +1,22 @@
 """Synthesis of a megakernel: from a model directory to a plan, offline.
 
-Chains config, schedule search, judge, emitter, compiler and profiler. The best few schedules by the
-simulator are built and timed on the machine; the fastest is kept, with what was measured.
+Chains config, schedule search, emitter, compiler, profiler and judge. The best few schedules by the
+simulator are built and timed on the machine; the fastest is kept, with what was measured and how
+far it is from the float64 meanings of its operators.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from obelisk.base.errors import InternalError, UserError
+from obelisk.app.plan_judge import judge_plan
+from obelisk.base.errors import UserError
 from obelisk.base.progress import Progress, Silent
 from obelisk.build import compile_c
 from obelisk.machine import Machine, find
@@ -24,7 +26,6 @@ from obelisk.runtime import Checkpoint, CpuSession, file_digests
 from obelisk.runtime.gptq import read_gptq
 from obelisk.runtime.packing import pack, stored
 from obelisk.schedule import Choice, SearchAccount, search_schedules
-from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import (
     ModelConfig,
     TaskKind,
@@ -39,9 +40,7 @@ from obelisk.tasks import (
 
 COMPILE_SECONDS = 180.0
 PROFILE_STEPS = 12
-JUDGED, JUDGED_STEPS = 200_000_000, 3  # weights, steps
-TOLERANCE = 1e-3  # of the largest logit; fp32 sums reach about 1e-6
-Source = Callable[[str], Any]
+TOLERANCE = 1e-3  # of the largest; fp32 sums reach about 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +181,8 @@ def synthesise(
     if str(layout) not in arenas:
         arenas = {str(layout): pack(layout, checkpoint.tensor, checkpoint.grouped)}
     listener.update("judge", {"schedule": best})
-    means = stored(layout, checkpoint.tensor, checkpoint.grouped)
-    tolerance = judge(CpuSession(plans[best], arenas[str(layout)]), chosen, means)
+    means = stored(layout, checkpoint.tensor, checkpoint.grouped, checkpoint.rows)
+    judged = judge_plan(CpuSession(plans[best], arenas[str(layout)]), means, TOLERANCE)
     measured = {
         "step_seconds": rows[best].seconds,
         "position": length // 2,
@@ -192,38 +191,9 @@ def synthesise(
         "schedule": rows[best].note,
     }
     return Synthesis(
-        replace(plans[best], measured=measured, tolerance=tolerance),
+        replace(plans[best], measured=measured, tolerance=judged.logits, judged=judged.to_json()),
         tuple(choices), account, tuple(rows), time.perf_counter() - start,
     )  # fmt: skip
-
-
-def judge(session: CpuSession, choice: Choice, source: Source) -> float | None:
-    """The largest error of a few steps' logits, relative to the largest logit.
-
-    The reference is the same schedule in the virtual machine, each task by its float64 meaning, on
-    the weights as stored (`source`). Raises `InternalError` above `TOLERANCE`: such a plan is not
-    written. None for models beyond `JUDGED` weights, whose float64 copy would not fit a laptop.
-    """
-    shape, plan = choice.schedule.shape, session.plan
-    if plan.layout.total_bytes / shape.work.weight_bytes > JUDGED:
-        return None
-    machine = VirtualMachine(choice.schedule, source)
-    page = choice.schedule.pages.page("logits")
-    rows = session.scratch.view(np.float32)[page.offset :]
-    rng = np.random.default_rng(0)
-    worst = 0.0
-    for _ in range(min(JUDGED_STEPS, plan.context)):
-        tokens = [int(t) for t in rng.integers(0, plan.vocab, plan.batch)]
-        want = machine.step(tokens)
-        session.launch([[t] for t in tokens], [1] * plan.batch)
-        got = np.stack([rows[b * page.stride :][: plan.vocab] for b in range(plan.batch)])
-        worst = max(worst, float(np.abs(got - want).max() / np.abs(want).max()))
-    session.reset()
-    if not worst <= TOLERANCE:
-        raise InternalError(
-            f"the kernel differs from its meaning: {worst:.1e} of the largest logit"
-        )
-    return worst
 
 
 def explain(

@@ -10,33 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from obelisk.base.errors import Infeasible, InternalError, MissingDependency, UserError
+from obelisk.app.plan_judge import judge_plan
+from obelisk.base.errors import Infeasible, MissingDependency, UserError
 from obelisk.base.progress import Progress, Silent
+from obelisk.base.settings import usable_cores
 from obelisk.build.cuda import compile_cuda
 from obelisk.machine import Machine, find
 from obelisk.machine.registry import for_capability
 from obelisk.mega.cuda import EmittedCuda, emit_cuda
 from obelisk.mega.cuda.emit import SPANS
+from obelisk.mega.cuda.layout import cuda_layout
 from obelisk.plan import CacheLayout, HostIdentity, Plan
 from obelisk.runtime import Checkpoint, file_digests
 from obelisk.runtime.cuda import CudaSession, gpu_refusal
 from obelisk.runtime.cuda_driver import GPU, Device
 from obelisk.runtime.packing import pack, stored
-from obelisk.schedule import Sync, place
 from obelisk.schedule.gpu import GpuTiling, default_tiling, other_default, with_staged
 from obelisk.schedule.gpu_search import GpuAccount, GpuChoice, search_gpu
-from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import (
     ModelConfig,
-    StepShape,
-    Tiling,
     WeightFormat,
     Workload,
     checkpoint_tensors,
@@ -48,8 +48,7 @@ COMPILE_SECONDS = 300.0
 SPILLED = 160  # bytes a thread: a few words that a compiler keeps outside the loops
 SEARCH_SECONDS = 30.0
 PROFILE_STEPS, PROFILE_LAUNCHES = 32, 5
-JUDGED, JUDGED_STEPS = 200_000_000, 3  # weights, steps
-TOLERANCE = 0.1  # of the largest logit: inputs of products are rounded to 16 bits in every layer
+TOLERANCE = 0.1  # of the largest: inputs of products are rounded to 16 bits in every layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,37 +220,6 @@ def time_gpu(session: CudaSession) -> float:
     return float(np.median(runs[1:]))
 
 
-def judge_gpu(
-    session: CudaSession, model: ModelConfig, work: Workload, source: Callable[[str], Any]
-) -> float | None:
-    """The largest error of a few steps' logits against the float64 meanings of the tasks, on the
-    weights as stored, relative to the largest logit.
-
-    Raises `InternalError` above `TOLERANCE`: such a plan is not written. None for models beyond
-    `JUDGED` weights.
-    """
-    plan = session.plan
-    if plan.layout.total_bytes / work.weight_bytes > JUDGED:
-        return None
-    plain = Workload(work.batch, work.context, WeightFormat.FP32)
-    machine = VirtualMachine(place(StepShape(model, plain, Tiling()), Sync.COUNTER), source)
-    rng = np.random.default_rng(0)
-    worst, before = 0.0, session.keep_logits
-    session.keep_logits = True
-    for _ in range(min(JUDGED_STEPS, plan.context)):
-        tokens = [int(t) for t in rng.integers(0, plan.vocab, plan.batch)]
-        want = machine.step(tokens)
-        session.launch([[t] for t in tokens], [1] * plan.batch)
-        worst = max(worst, float(np.abs(session.logits() - want).max() / np.abs(want).max()))
-    session.keep_logits = before
-    session.reset()
-    if not worst <= TOLERANCE:
-        raise InternalError(
-            f"the kernel differs from its meaning: {worst:.1e} of the largest logit"
-        )
-    return worst
-
-
 def synthesise_cuda(
     folder: str | Path,
     work: Workload,
@@ -276,51 +244,82 @@ def synthesise_cuda(
     tilings, account = candidates(
         model, work, machine, blocks, profile, listener, checkpoint, resume
     )
-    digests = file_digests(folder)
     device = matching_device(machine, tilings[0][0].blocks)
-    rows: list[ProfiledGpu] = []
-    refused: list[str] = []
-    best: tuple[float, Plan] | None = None
-    arena: Any = None
+    make = partial(
+        make_cuda_plan, model, work, machine=machine, folder=folder,
+        digests=file_digests(folder), device=device,
+    )  # fmt: skip
+    try:
+        if device is not None:
+            plan, rows = _on_device(make, weights, model, work, tilings, listener)
+        else:
+            plan, rows = _first_built(make, tilings, listener)
+    except Infeasible as why:
+        raise Infeasible(f"no megakernel for {machine.name}: {why}") from None
+    return CudaSynthesis(plan, tuple(rows), account, time.perf_counter() - start)
+
+
+def _first_built(
+    make: Callable[[GpuTiling], Plan], tilings: Sequence[tuple[GpuTiling, float | None]],
+    listener: Progress,
+) -> tuple[Plan, list[ProfiledGpu]]:  # fmt: skip
+    """Without a device: the first cut that compiles."""
+    refused = []
     for i, (tiling, predicted) in enumerate(tilings):
         listener.update("build", {"built": i, "of": len(tilings)})
         try:
-            plan = make_cuda_plan(
-                model, work, tiling, machine, folder=folder, digests=digests, device=device
-            )
+            return make(tiling), [ProfiledGpu(describe_gpu(tiling), predicted, None)]
         except Infeasible as why:
             refused.append(str(why))
-            continue
-        note = describe_gpu(tiling)
-        if device is None:
-            rows.append(ProfiledGpu(note, predicted, None))
-            best = (0.0, plan)
-            break
-        if arena is None:
-            arena = pack(plan.layout, weights.tensor, weights.grouped, weights.raw)
-        session = CudaSession(plan, arena)
-        seconds = time_gpu(session)
-        session.close()
-        rows.append(ProfiledGpu(note, predicted, seconds))
-        if best is None or seconds < best[0]:
-            best = (seconds, plan)
-    if best is None:
-        raise Infeasible(f"no megakernel for {machine.name}: {'; '.join(dict.fromkeys(refused))}")
-    seconds, plan = best
-    if device is not None:
-        listener.update("judge", {"schedule": plan.schedule["tiling"]})
-        session = CudaSession(plan, arena)
-        tolerance = judge_gpu(
-            session, model, work, stored(plan.layout, weights.tensor, weights.grouped)
-        )
-        session.close()
-        measured = {
-            "step_seconds": seconds, "position": work.context // 2, "batch": work.batch,
-            "step_bytes": step_bytes(plan, work.context // 2),
-            "schedule": describe_gpu(tiling_of(plan)),
-        }  # fmt: skip
-        plan = replace(plan, measured=measured, tolerance=tolerance)
-    return CudaSynthesis(plan, tuple(rows), account, time.perf_counter() - start)
+    raise Infeasible("; ".join(dict.fromkeys(refused)))
+
+
+def _on_device(
+    make: Callable[[GpuTiling], Plan], weights: Checkpoint, model: ModelConfig, work: Workload,
+    tilings: Sequence[tuple[GpuTiling, float | None]], listener: Progress,
+) -> tuple[Plan, list[ProfiledGpu]]:  # fmt: skip
+    """Build all cuts at the same time, while the weights are packed; time each, and judge the
+    fastest.
+    """
+    layout = cuda_layout(model, work)
+    rows: list[ProfiledGpu] = []
+    plans: list[Plan] = []
+    refused: list[str] = []
+    listener.update("build", {"built": 0, "of": len(tilings)})
+    with ThreadPoolExecutor(usable_cores(), "obelisk-build") as pool:
+        built = [pool.submit(make, tiling) for tiling, _ in tilings]
+        try:
+            arena = pack(layout, weights.tensor, weights.grouped, weights.raw)
+            for i, ((tiling, predicted), future) in enumerate(zip(tilings, built, strict=True), 1):
+                try:
+                    plan = future.result()
+                except Infeasible as why:
+                    refused.append(str(why))
+                    continue
+                session = CudaSession(plan, arena)
+                rows.append(ProfiledGpu(describe_gpu(tiling), predicted, time_gpu(session)))
+                plans.append(plan)
+                session.close()
+                listener.update("build", {"built": i, "of": len(tilings)})
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if not plans:
+        raise Infeasible("; ".join(dict.fromkeys(refused)))
+    seconds, best = min((r.seconds, i) for i, r in enumerate(rows) if r.seconds is not None)
+    plan = plans[best]
+    listener.update("judge", {"schedule": plan.schedule["tiling"]})
+    session = CudaSession(plan, arena)
+    means = stored(layout, weights.tensor, weights.grouped, weights.rows)
+    judged = judge_plan(session, means, TOLERANCE)
+    session.close()
+    measured = {
+        "step_seconds": seconds, "position": work.context // 2, "batch": work.batch,
+        "step_bytes": step_bytes(plan, work.context // 2), "schedule": rows[best].note,
+    }  # fmt: skip
+    return (
+        replace(plan, measured=measured, tolerance=judged.logits, judged=judged.to_json()), rows
+    )  # fmt: skip
 
 
 def tiling_of(plan: Plan) -> GpuTiling:

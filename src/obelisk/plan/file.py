@@ -12,7 +12,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,9 @@ class Plan:
         scratch_bytes: memory between tasks.
         frequencies: inverse rotary frequencies, radians per position.
         eos: token ids that end a sequence.
-        tolerance: largest error found against the float64 meaning, relative to the largest logit.
+        tolerance: largest error found against the float64 meaning, relative to the largest logit;
+            None where the plan was made without the device that it is for.
+        judged: what was compared for it, and the errors of keys and values (may be empty).
         measured: what was timed when the plan was made (may be empty).
         source: C or CUDA C++; binary: the shared library or the cubin.
     """
@@ -88,6 +90,7 @@ class Plan:
     measured: Mapping[str, Any]
     source: str
     binary: bytes
+    judged: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -127,6 +130,7 @@ class Plan:
             "frequencies": list(self.frequencies),
             "eos": list(self.eos),
             "tolerance": self.tolerance,
+            "judged": dict(self.judged),
             "measured": dict(self.measured),
             "source_digest": digest(self.source),
             "binary_digest": digest(self.binary),
@@ -210,4 +214,5 @@ def _plan(data: Mapping[str, Any], source: str, binary: bytes, path: str | Path)
         measured=data["measured"],
         source=source,
         binary=binary,
+        judged=data.get("judged", {}),
     )

@@ -151,6 +151,13 @@ class Checkpoint:
             self._views = views  # whole: threads may ask at the same time
         return None if self._base(name) is not None else self._views.get(name)
 
+    def rows(self, name: str, which: slice) -> Array | None:
+        """Some rows of a tensor, as its file holds them, without reading the others; None where
+        `raw` gives none.
+        """
+        found = self.raw(name)
+        return None if found is None else found[which]
+
     def tensor(self, name: str) -> Array:
         """A tensor as float32; 4-bit ones by their meaning."""
         groups = self.grouped(name)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from obelisk.base.errors import CallError, KernelFault, UserError
-from obelisk.plan import Plan, host_identity, read_plan, refusal
+from obelisk.plan import Plan, host_identity, refusal
 from obelisk.runtime.launch import (
     ABI,
     END_OF_STEP,
@@ -27,34 +25,25 @@ from obelisk.runtime.launch import (
 )
 from obelisk.runtime.packing import aligned
 from obelisk.runtime.prefill import Prefill, Segment
-from obelisk.runtime.session import (
-    REASONS,
-    Loaded,
-    Sampling,
-    Session,
-    SlotRun,
-    packed_weights,
-)
+from obelisk.runtime.session import REASONS, Sampling, Session, Slot, SlotRun
 
 Array = Any
-SPIN_SECONDS = 30.0
+IDLE = Slot((), 0, Sampling())
 PREFILL_FROM = 16  # tokens: the kernel has shorter prompts itself
 
 
 class CpuSession(Session):
     """A CPU plan with its weights in memory."""
 
+    SPIN_SECONDS = 30.0
     prefill_from = PREFILL_FROM
 
-    def __init__(self, plan: Plan, arena: Array, spin_seconds: float = SPIN_SECONDS) -> None:
-        """Take a plan and its packed weights; `load` is the usual way in."""
-        here = host_identity()
-        why = refusal(plan.host, here, plan.cores)
-        if why is not None:
-            raise UserError(f"this plan cannot run here: {why}. Synthesise one on this machine")
+    def __init__(self, plan: Plan, arena: Array, spin_seconds: float | None = None) -> None:
+        """As `Session.__init__`; the arena is an array."""
+        self.require_here(plan)
         if arena.nbytes < plan.layout.total_bytes:
             raise UserError(f"weights take {arena.nbytes} bytes, not {plan.layout.total_bytes}")
-        super().__init__(plan, spin_seconds)
+        super().__init__(plan, arena, spin_seconds)
         self.arena = arena
         self.entry = load_entry(plan.binary)
         self.keys = np.zeros(plan.cache.shape, np.float32)
@@ -68,32 +57,27 @@ class CpuSession(Session):
         self._prompts: Prefill | None = None
 
     @staticmethod
-    def load(
-        plan: str | Path | Plan,
-        weights_dir: str | Path | None = None,
-        *,
-        spin_seconds: float = SPIN_SECONDS,
-    ) -> CpuSession:
-        """A session from a plan file; `weights_dir` overrides the directory that the plan names.
-
-        Raises `UserError` for another machine, another model or other weights, and `ParseError` for
-        a damaged file.
-        """
-        start = time.perf_counter()
-        what = plan if isinstance(plan, Plan) else read_plan(plan)
-        why = refusal(what.host, host_identity(), what.cores)
+    def require_here(plan: Plan) -> None:
+        """As `Session.require_here`."""
+        if plan.target != "cpu":
+            raise UserError(f"a plan for {plan.target} is no CPU plan")
+        why = refusal(plan.host, host_identity(), plan.cores)
         if why is not None:
             raise UserError(f"this plan cannot run here: {why}. Synthesise one on this machine")
-        read = time.perf_counter()
-        arena = packed_weights(what, weights_dir)
-        packed = time.perf_counter()
-        session = CpuSession(what, arena, spin_seconds)
-        session.loaded = Loaded(read - start, packed - read, time.perf_counter() - packed)
-        return session
 
     def close(self) -> None:
         """As `Session.close`: the arrays go with the session."""
         self._prompts = None
+
+    def logits(self) -> Array:
+        """As `Session.logits`; they are always kept."""
+        offset, stride, _ = self.plan.schedule["pages"]["logits"]
+        rows = self.scratch.view(np.float32)[offset : offset + self.plan.batch * stride]
+        return rows.reshape(self.plan.batch, stride)[:, : self.plan.vocab].copy()
+
+    def cached(self, count: int) -> tuple[Array, Array]:
+        """As `Session.cached`: views."""
+        return self.keys[:, :, :, :count], self.values[:, :, :, :count]
 
     def start_recording(self) -> None:
         """From now on, launches keep what each operator wrote in their last step (`recorded`)."""
@@ -124,22 +108,18 @@ class CpuSession(Session):
             self.position[s.slot] += len(s.tokens)
 
     def _launch(
-        self,
-        feeds: Sequence[Sequence[int]],
-        want: Sequence[int],
-        sampling: Sequence[Sampling],
-        stops: Sequence[int],
-        steps: int | None,
+        self, slots: Sequence[Slot], stops: Sequence[int], steps: int | None
     ) -> list[SlotRun]:
         batch = self.plan.batch
-        chosen = [*sampling, *[Sampling()] * (batch - len(sampling))]
-        longest = max([1, *(len(f) for f in feeds)])
+        every = [*slots, *[IDLE] * (batch - len(slots))]
+        longest = max([1, *(len(s.feed) for s in every)])
         feed = np.zeros((batch, longest), np.int32)
-        length, wanted = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
-        for slot, tokens in enumerate(feeds):
-            feed[slot, : len(tokens)] = tokens
-            length[slot], wanted[slot] = len(tokens), want[slot]
-        total = max([0, *(len(f) + w - 1 for f, w in zip(feeds, want, strict=True) if f)])
+        for i, s in enumerate(every):
+            feed[i, : len(s.feed)] = s.feed
+        length = np.array([len(s.feed) for s in every], np.int32)
+        wanted = np.array([s.want for s in every], np.int32)
+        chosen = [s.sampling for s in every]
+        total = max([0, *(len(s.feed) + s.want - 1 for s in every if s.feed)])
         room = max(1, int(wanted.max()))
         arrays: dict[str, Array] = {
             "weights": self.arena, "keys": self.keys, "values": self.values,
@@ -178,7 +158,7 @@ class CpuSession(Session):
         return [
             SlotRun(tuple(int(t) for t in arrays["out"][i, : arrays["made"][i]]),
                     REASONS[int(arrays["reason"][i])])
-            for i in range(len(feeds))
+            for i in range(len(slots))
         ]  # fmt: skip
 
     def _fault(self, code: int, call: Any) -> str:

@@ -10,32 +10,23 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from obelisk.base.errors import KernelFault, UserError
-from obelisk.plan import HostIdentity, Plan, read_plan
+from obelisk.plan import HostIdentity, Plan
 from obelisk.plan.layout import align
 from obelisk.runtime.cuda_driver import Device, Kernel
 from obelisk.runtime.prefill import Segment
-from obelisk.runtime.session import (
-    REASONS,
-    Loaded,
-    Sampling,
-    Session,
-    SlotRun,
-    packed_weights,
-)
+from obelisk.runtime.session import REASONS, Sampling, Session, Slot, SlotRun
 
 Array = Any
 SLOTS = 8
-SPIN_SECONDS = 5.0
 PREFILL_FROM = 32  # tokens: from there on, unpacking the weights once costs less than steps
 IMPORT_SECONDS = 6.0  # of torch and its libraries, where nothing has imported it yet
 STEP_SECONDS = 1e-3  # of a plan that was not measured
@@ -75,7 +66,7 @@ class CudaLaunch(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _Part:
     """What one slot does in a launch: its tokens, the step from which it chooses, how many steps it
     takes part in, how many new tokens, and how they are chosen.
     """
@@ -87,7 +78,7 @@ class _Slot:
     sampling: Sampling
 
 
-IDLE = _Slot((), 0, 0, 0, Sampling())
+IDLE = _Part((), 0, 0, 0, Sampling())
 
 
 def _seconds(stamps: Array, counts: Array) -> Array:
@@ -124,31 +115,21 @@ def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _device_of(plan: Plan) -> Device:
-    """This machine's device; raises `UserError` where the plan was made for another."""
-    device = Device()
-    why = gpu_refusal(plan.host, device.identity(plan.host.machine), device.capability)
-    if why is not None:
-        raise UserError(f"this plan cannot run here: {why}. Synthesise one for this device")
-    return device
-
-
 class CudaSession(Session):
     """A CUDA plan with its weights in device memory.
 
     Attributes:
         kernel_seconds: seconds on the device of the latest launch.
-        keep_logits: whether launches store every logit (`logits` reads them).
         alone: whether all prompts stay in the kernel; so where torch is not installed.
         withhold: a fault for tests: one more than the block that withholds its values; 0 is none.
     """
 
-    def __init__(self, plan: Plan, arena: Array | int, spin_seconds: float = SPIN_SECONDS) -> None:
-        """Take a plan and its packed weights: an array, or the address of device memory."""
-        if plan.target != "cuda":
-            raise UserError(f"a plan for {plan.target} is no CUDA plan")
-        device = self.device = _device_of(plan)
-        super().__init__(plan, spin_seconds)
+    SPIN_SECONDS = 5.0
+
+    def __init__(self, plan: Plan, arena: Array | int, spin_seconds: float | None = None) -> None:
+        """As `Session.__init__`; the arena is an array, or the address of device memory."""
+        device = self.device = self.require_here(plan)
+        super().__init__(plan, arena, spin_seconds)
         how: Mapping[str, Any] = plan.schedule["launch"]
         self.how = how
         self._owned: list[int] = []
@@ -162,7 +143,6 @@ class CudaSession(Session):
             self.close()
             raise
         self.tag = self.uses = self.withhold = 0
-        self.keep_logits = False
         self.kernel_seconds = 0.0
         self.alone = not has_torch()
 
@@ -205,30 +185,35 @@ class CudaSession(Session):
         self.kernel.close()
 
     @staticmethod
-    def load(
-        plan: str | Path | Plan,
-        weights_dir: str | Path | None = None,
-        *,
-        spin_seconds: float = SPIN_SECONDS,
-    ) -> CudaSession:
-        """A session from a plan file; raises what `Session.load` raises."""
-        start = time.perf_counter()
-        what = plan if isinstance(plan, Plan) else read_plan(plan)
-        _device_of(what)  # refused before the weights are read
-        read = time.perf_counter()
-        arena = packed_weights(what, weights_dir)
-        packed = time.perf_counter()
-        session = CudaSession(what, arena, spin_seconds)
-        session.loaded = Loaded(read - start, packed - read, time.perf_counter() - packed)
-        return session
+    def require_here(plan: Plan) -> Device:
+        """As `Session.require_here`; gives this machine's device."""
+        if plan.target != "cuda":
+            raise UserError(f"a plan for {plan.target} is no CUDA plan")
+        device = Device()
+        why = gpu_refusal(plan.host, device.identity(plan.host.machine), device.capability)
+        if why is not None:
+            raise UserError(f"this plan cannot run here: {why}. Synthesise one for this device")
+        return device
 
     def logits(self) -> Array:
-        """The logits of the latest step, float32 (batch, vocab); needs `keep_logits`."""
+        """As `Session.logits`."""
         b, vocab = self.plan.batch, self.plan.vocab
         rows = align(vocab, 16)
         at = self.exchanged + self.how["places"]["logits"]
         pairs = self.device.download(at, (b, rows, 2), np.uint32)
         return np.ascontiguousarray(pairs[:, :vocab, 0]).view(np.float32)
+
+    def cached(self, count: int) -> tuple[Array, Array]:
+        """As `Session.cached`."""
+        c = self.plan.cache
+        kind = np.dtype(ml_dtypes.bfloat16 if c.format == "bf16" else np.float16)
+        out = np.empty((2, c.layers * c.slots * c.kv_heads, count, c.head_dim), np.float32)
+        each = c.context * c.head_dim * kind.itemsize
+        for rows, base in zip(out, (self.key_memory, self.value_memory), strict=True):
+            for i in range(len(rows)):
+                rows[i] = self.device.download(base + i * each, (count, c.head_dim), kind)
+        keys, values = out.reshape(2, c.layers, c.slots, c.kv_heads, count, c.head_dim)
+        return keys, values
 
     @property
     def prefill_from(self) -> int | None:
@@ -246,7 +231,7 @@ class CudaSession(Session):
         # one more: the last token of a prompt is left to the kernel
         if least is not None and longest + 1 >= least and self.outside(feeds):
             return
-        work = [_Slot(tuple(f), len(f) + 1, len(f), 0, Sampling()) if f else IDLE for f in feeds]
+        work = [_Part(tuple(f), len(f) + 1, len(f), 0, Sampling()) if f else IDLE for f in feeds]
         self._run(work, (), longest)
 
     def outside(self, feeds: Sequence[Sequence[int]]) -> bool:
@@ -293,22 +278,18 @@ class CudaSession(Session):
         return self.device.tensors(parts)
 
     def _launch(
-        self,
-        feeds: Sequence[Sequence[int]],
-        want: Sequence[int],
-        sampling: Sequence[Sampling],
-        stops: Sequence[int],
-        steps: int | None,
+        self, slots: Sequence[Slot], stops: Sequence[int], steps: int | None
     ) -> list[SlotRun]:
         """Slots that stop early keep their place in the launch, unheard."""
         work = [
-            _Slot(tuple(f), len(f), len(f) + w - 1, w, c) if f else IDLE
-            for f, w, c in zip(feeds, want, sampling, strict=True)
-        ]
+            _Part(s.feed, len(s.feed), len(s.feed) + s.want - 1, s.want, s.sampling)
+            if s.feed else IDLE
+            for s in slots
+        ]  # fmt: skip
         total = max([0, *(s.planned for s in work)])
         return self._run(work, stops, total if steps is None else min(steps, total))
 
-    def _run(self, work: Sequence[_Slot], stops: Sequence[int], count: int) -> list[SlotRun]:
+    def _run(self, work: Sequence[_Part], stops: Sequence[int], count: int) -> list[SlotRun]:
         if self.debug:
             raise UserError(
                 "a CUDA plan has no debug mode: debug a CPU plan of the same model, or compare "
@@ -356,7 +337,7 @@ class CudaSession(Session):
             for i in range(len(work))
         ]
 
-    def _call(self, slots: Sequence[_Slot], stops: Sequence[int], count: int) -> CudaLaunch:
+    def _call(self, slots: Sequence[_Part], stops: Sequence[int], count: int) -> CudaLaunch:
         """The launch record, but for what differs in place from call to call."""
         random = any(s.sampling.temperature > 0 for s in slots)
         call = CudaLaunch(

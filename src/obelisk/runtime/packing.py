@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from threading import Lock
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -20,7 +21,7 @@ from obelisk.base.errors import UserError
 from obelisk.base.settings import usable_cores
 from obelisk.plan.layout import WORD, MatrixLayout, RowBlock, VectorLayout, WeightLayout
 from obelisk.runtime.gptq import Grouped, by_groups
-from obelisk.runtime.straight import Raw, nothing_stored, straight
+from obelisk.runtime.straight import TYPES, Raw, nothing_stored, straight
 
 Array = Any
 Source = Callable[[str], Array]
@@ -28,6 +29,8 @@ GroupSource = Callable[[str], Grouped | None]
 CACHE_LINE = 64
 FP16_LARGEST = 65504.0
 COPIES = 6
+ALL_ROWS = slice(None)
+PLAIN = {**TYPES, "fp32": "float32"}  # formats that a checkpoint may have, by numpy's names
 
 
 def dense_only(name: str) -> Grouped | None:
@@ -307,27 +310,63 @@ def _workers(layout: WeightLayout) -> int:
     return max(1, min(usable_cores(), room))
 
 
-def stored(layout: WeightLayout, source: Source, grouped: GroupSource = dense_only) -> Source:
-    """The float32 tensors that an arena of `layout` means: rounded as `pack` rounds them."""
+class RowSource(Protocol):
+    """Rows of a tensor by its name, as float32; all of them where none are named."""
+
+    def __call__(self, name: str, rows: slice = ALL_ROWS, /) -> Array: ...
+
+
+def _as_stored(name: str, w: Array, form: str) -> Array:
+    """Rows of a dense tensor as float32, rounded as a plain format rounds them."""
+    if w.dtype.name == PLAIN.get(form):  # the checkpoint's rounding is the plan's
+        return w.astype(np.float32)
+    w = np.asarray(w, np.float32)
+    if form == "bf16":
+        return (to_bf16(w).astype(np.uint32) << 16).view(np.float32)
+    if form == "fp16":
+        return to_fp16(w, name).astype(np.float32)
+    if form == "int8":
+        q, scale = quantise(w)
+        return q.astype(np.float32) * scale[:, None]
+    return w
+
+
+def stored(
+    layout: WeightLayout,
+    source: Source,
+    grouped: GroupSource = dense_only,
+    part: Callable[[str, slice], Array | None] = lambda name, rows: None,
+) -> RowSource:
+    """The float32 tensors that an arena of `layout` means: rounded as `pack` rounds them.
+
+    `part` gives rows of a tensor as a checkpoint stores them (None: it cannot), which saves reading
+    all of it for a few; of other tensors the latest two are kept. Several threads may read.
+    """
     table = {
         name: m
         for m in (*layout.matrices, *layout.layer_matrices)
         for b in m.blocks
         for name in b.tensors
     }
+    kept: dict[str, Array] = {}
+    lock = Lock()
 
-    def read(name: str) -> Array:
+    def whole(name: str, m: MatrixLayout | None) -> Array:
+        with lock:
+            if name not in kept:
+                if len(kept) > 1:
+                    kept.pop(next(iter(kept)))
+                if m is not None and m.format == "w4a16":
+                    kept[name] = regroup(name, source, grouped, m).dense()
+                else:
+                    kept[name] = _as_stored(name, source(name), m.format if m else "fp32")
+            return kept[name]
+
+    def read(name: str, rows: slice = ALL_ROWS, /) -> Array:
         m = table.get(re.sub(r"\.layers\.\d+\.", ".layers.{layer}.", name))
-        if m is None or m.format == "fp32":
-            return source(name)
-        if m.format == "w4a16":
-            return regroup(name, source, grouped, m).dense()
-        w = source(name)
-        if m.format == "bf16":
-            return (to_bf16(w).astype(np.uint32) << 16).view(np.float32)
-        if m.format == "fp16":
-            return to_fp16(w, name).astype(np.float32)
-        q, scale = quantise(w)
-        return q.astype(np.float32) * scale[:, None]
+        found = None if m is not None and m.format == "w4a16" else part(name, rows)
+        if found is None:
+            return whole(name, m)[rows]
+        return _as_stored(name, found, m.format if m else "fp32")
 
     return read

@@ -7,17 +7,18 @@ one caller at a time.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from obelisk.base.errors import CallError, UserError
-from obelisk.plan import Plan
+from obelisk.plan import Plan, read_plan
 from obelisk.runtime.checkpoint import Checkpoint, differing, file_digests
 from obelisk.runtime.launch import MAX_STOPS
 from obelisk.runtime.packing import pack
@@ -46,6 +47,17 @@ class Sampling:
             raise UserError(f"top_p is {self.top_p}, expected above 0 and at most 1")
         if not 0 <= self.seed < 1 << 64:
             raise UserError(f"seed is {self.seed}, expected 0 to 2^64 - 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What a launch asks of one slot: tokens to take in (none: it is left out), new tokens, and how
+    they are chosen.
+    """
+
+    feed: tuple[int, ...]
+    want: int
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +114,49 @@ class Session(ABC):
         trace_room: above 0, this many tasks of each core are recorded (`spans`).
         steps_done: of the latest launch.
         loaded: what loading took, where `load` did it.
+        keep_logits: whether launches must keep all logits of their last step (`logits`).
     """
 
-    def __init__(self, plan: Plan, spin_seconds: float) -> None:
-        self.plan, self.spin_seconds = plan, spin_seconds
+    SPIN_SECONDS: ClassVar[float]
+
+    @abstractmethod
+    def __init__(self, plan: Plan, arena: Any, spin_seconds: float | None = None) -> None:
+        """Take a plan and its packed weights; `load` is the usual way in. Raises what
+        `require_here` raises.
+        """
+        self.plan = plan
+        self.spin_seconds = self.SPIN_SECONDS if spin_seconds is None else spin_seconds
+        self.keep_logits = False
         self.position = np.zeros(plan.batch, np.int32)
         self.debug = False
         self.trace_room = self.steps_done = 0
         self.loaded: Loaded | None = None
         self._stamps: tuple[Array, Array] | None = None
+
+    @staticmethod
+    @abstractmethod
+    def require_here(plan: Plan) -> Any:
+        """Raise `UserError` where the plan was made for another target or another machine."""
+
+    @classmethod
+    def load(
+        cls, plan: str | Path | Plan, weights_dir: str | Path | None = None, *,
+        spin_seconds: float | None = None,
+    ) -> Self:  # fmt: skip
+        """A session from a plan file; `weights_dir` overrides the directory that the plan names.
+
+        Raises `UserError` for another machine, another model or other weights, and `ParseError` for
+        a damaged file.
+        """
+        start = time.perf_counter()
+        what = plan if isinstance(plan, Plan) else read_plan(plan)
+        cls.require_here(what)  # refused before the weights are read
+        read = time.perf_counter()
+        arena = packed_weights(what, weights_dir)
+        packed = time.perf_counter()
+        session = cls(what, arena, spin_seconds)
+        session.loaded = Loaded(read - start, packed - read, time.perf_counter() - packed)
+        return session
 
     @property
     def spans(self) -> list[Span]:
@@ -128,14 +174,19 @@ class Session(ABC):
 
     @abstractmethod
     def _launch(
-        self,
-        feeds: Sequence[Sequence[int]],
-        want: Sequence[int],
-        sampling: Sequence[Sampling],
-        stops: Sequence[int],
-        steps: int | None,
+        self, slots: Sequence[Slot], stops: Sequence[int], steps: int | None
     ) -> list[SlotRun]:
-        """Run checked slots; `sampling` has one entry for each of `feeds`."""
+        """Run checked slots."""
+
+    @abstractmethod
+    def logits(self) -> Array:
+        """The logits of the latest step, float32 (batch, vocab); needs `keep_logits`."""
+
+    @abstractmethod
+    def cached(self, count: int) -> tuple[Array, Array]:
+        """Keys and values of the first `count` positions, float32 (layers, slots, kv_heads, count,
+        head_dim).
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -184,7 +235,8 @@ class Session(ABC):
         """
         self.check(feeds, want, sampling, stops)
         chosen = [*sampling, *[Sampling()] * (len(feeds) - len(sampling))]
-        return self._launch(feeds, want, chosen, stops, steps)
+        slots = [Slot(tuple(f), w, c) for f, w, c in zip(feeds, want, chosen, strict=True)]
+        return self._launch(slots, stops, steps)
 
     def check(
         self,
