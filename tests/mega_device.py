@@ -72,12 +72,7 @@ def logits_apart(session: CudaSession, ref: Rounded, tokens: list[int]) -> float
 
 def cache_of(session: CudaSession) -> tuple[Array, Array]:
     """Keys and values as float32."""
-    kind = ml_dtypes.bfloat16 if session.plan.cache.format == "bf16" else np.float16
-    keys, values = (
-        session.device.download(at, session.plan.cache.shape, kind).astype(np.float32)
-        for at in (session.key_memory, session.value_memory)
-    )
-    return keys, values
+    return session.cached(session.plan.context)
 
 
 def set_cache(session: CudaSession, keys: Array, values: Array) -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from tests import mega_cuda_twin as twin
@@ -76,11 +75,7 @@ def prompts_of(lengths: list[int], vocab: int = 259) -> list[list[int]]:
 
 def held(session: Any) -> list[Array]:
     """Keys and values as float32."""
-    kind = ml_dtypes.bfloat16 if session.plan.cache.format == "bf16" else np.float16
-    return [
-        session.device.download(at, session.plan.cache.shape, kind).astype(np.float32)
-        for at in (session.key_memory, session.value_memory)
-    ]
+    return list(session.cached(session.plan.context))
 
 
 def fill(session: Any, byte: int) -> None:
@@ -110,7 +105,7 @@ def test_keys_and_values_are_the_kernel_s(name: str, form: str) -> None:
     """
     session = session_of(name, form=form, context=32)
     (prompt,) = prompts_of([21])
-    session._run([runtime._Slot(tuple(prompt), 22, 21, 0, runtime.Sampling())], (), 21)
+    session._run([runtime._Part(tuple(prompt), 22, 21, 0, runtime.Sampling())], (), 21)
     want = [part[:, :, :, :21] for part in held(session)]
     fill(session, 0x41)
     before = held(session)
