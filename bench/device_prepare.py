@@ -49,7 +49,7 @@ def lowerings(graph: Graph, backend: Any, machine: Any) -> Iterator[Any]:
     for graphs, most in ((pool + near, backend.most_items), (pool[1:3] + near[:6], MORE)):
         made = choice = 0
         options = {g.digest: backend.options(g, machine) for g in graphs}
-        while made < most and choice < max(map(len, options.values())):
+        while made < most and choice < max(map(len, options.values()), default=0):
             for g in graphs:
                 if choice < len(options[g.digest]) and made < most:
                     try:

@@ -5,6 +5,7 @@ goes on. `test_tune_cuda.py` has the same faults in real kernels, where there is
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,21 @@ def test_more_items_join_once_times_are_known(tmp_path: Path) -> None:
     statuses = [m.status for m in report.items]
     assert statuses == [Status.OK, Status.CRASH, Status.WRONG, Status.OK]
     assert report.winner == 3
+
+
+def test_the_race_is_held_however_long_the_rest_took(tmp_path: Path) -> None:
+    """Checks and builds that use the whole budget up cost no candidate its race."""
+    rig = Rig("tests.fake_cuda", 0, 0.0, 0.0, 2e-4, least_race=5.0)
+
+    def grow(seconds: list[float | None]) -> list[TuneItem]:
+        time.sleep(3.0)
+        return []
+
+    items = [item(tmp_path, "slow"), item(tmp_path, "right")]
+    report = tune(program(), items, rig=rig, budget_seconds=3.0, grow=grow)  # type: ignore[arg-type]
+    assert report.winner == 1
+    assert min(m.rounds for m in report.items) >= 1
+    assert report.items[0].ratio is not None
 
 
 def test_a_kernel_that_does_not_load_is_unloadable(tmp_path: Path) -> None:

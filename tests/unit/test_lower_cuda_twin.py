@@ -19,7 +19,7 @@ from tests.mega_cuda_twin import SUPPORTED
 from tests.unit.test_lower_cuda_hopper import unsafe
 
 from obelisk.base.errors import Infeasible
-from obelisk.ir import DType, Graph, random_inputs, run
+from obelisk.ir import DType, Graph, KernelGraph, random_inputs, run
 from obelisk.lower.cuda import CudaModule, CudaOptions, lower_cuda, variants
 from obelisk.machine import find
 
@@ -69,6 +69,25 @@ def right(module: CudaModule, graph: Graph, folder: Path, arch: int = 900) -> bo
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_graphs_are_right(name: str, folder: Path) -> None:
     assert right(lower_cuda(FUSED[name], H200), FUSED[name], folder)
+
+
+def chain() -> Graph:
+    """An intermediate, a product that reads it, and more that the product's last blocks do."""
+    g = KernelGraph("chain")
+    q = g.input((2, 64, 64), "f16", name="q")
+    k = g.input((2, 64, 256), "f16", name="k")
+    g.output(g.exp(q * 0.5 @ k) * 3.0, name="out")
+    return g.freeze()
+
+
+def test_what_a_joined_kernel_reads_outlives_it(folder: Path) -> None:
+    """Blocks that end early write what the second of two joined launches makes, while others still
+    read what the first one reads: neither lies in the other's memory.
+    """
+    graph = chain()
+    module = lower_cuda(graph, H200)
+    assert len(module.launches) == 3  # of four operators: exp is done by the product's last blocks
+    assert right(module, graph, folder)
 
 
 @pytest.mark.slow

@@ -207,9 +207,10 @@ class _Run:
         flops = estimate(program, self.request.machine).flops
         size = sum(node.nbytes for node in program.inputs)
         wanted = backend.start_seconds
-        if not backend.rig(self.request.device).on_device:  # else the answers are made meanwhile
+        if not backend.rig(self.request.device).on_device:
+            # A device's answers and its worker's imports are made beside the other stages.
             wanted += TUNE_PER_FLOP * flops + TUNE_PER_BYTE * size
-        wanted += TORCH_START * any(backend.starts_slowly(name) for name in self._affordable())
+            wanted += TORCH_START * any(backend.starts_slowly(name) for name in self._affordable())
         return min(wanted * crowding(), TUNE_SHARE * self.request.budget)
 
     def left(self, share: float) -> float:

@@ -37,6 +37,7 @@ from obelisk.lower.tile import (
     TileProgram,
     View,
     Write,
+    private,
 )
 from obelisk.lower.views import row_major, structural
 
@@ -232,12 +233,18 @@ class _Program:
 
     def finish(self) -> TileProgram:
         """Place scratch tensors by lifetime."""
+        program = TileProgram(
+            self.graph.name, "", tuple(self.tensors), tuple(self.kernels), tuple(self.calls), 0, 0
+        )
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for t, call in enumerate(self.calls):
             for binding in (*call.params, *call.results):
                 first.setdefault(binding.tensor, t)
-                last[binding.tensor] = t
+                last[binding.tensor] = max(last.get(binding.tensor, t), t)
+            if self.rules.pairs and t + 1 < len(self.calls) and private(program, t):
+                for binding in call.params:
+                    last[binding.tensor] = t + 1
         scratch = [
             i for i, t in enumerate(self.tensors) if t.kind is TensorKind.SCRATCH and i in first
         ]
@@ -245,10 +252,9 @@ class _Program:
         tensors = list(self.tensors)
         for i, offset in zip(scratch, packed.offsets, strict=True):
             tensors[i] = replace(tensors[i], offset=offset)
-        program = TileProgram(
-            self.graph.name, "", tuple(tensors), tuple(self.kernels), tuple(self.calls),
-            packed.total, packed.bound,
-        )  # fmt: skip
+        program = replace(
+            program, tensors=tuple(tensors), scratch=packed.total, scratch_bound=packed.bound
+        )
         return replace(program, digest=digest("tile", repr(replace(program, name=""))))
 
 

@@ -64,6 +64,8 @@ class Rules:
         work: elements of packing space for a product of (rows, columns, depth) and a dtype.
         arena_limit: bytes of fast memory that a block may use.
         mixed: products read operands of any dtype in place and convert them as they go.
+        pairs: a call and the one behind it, which alone reads its results (`tile.private`), may be
+            joined in one kernel: blocks of the second then write while blocks of the first read.
     """
 
     lanes: int
@@ -71,6 +73,7 @@ class Rules:
     work: Callable[[Product], int]
     arena_limit: int
     mixed: bool = False
+    pairs: bool = False
 
 
 def compute_type(dtype: DType) -> DType:

@@ -257,6 +257,17 @@ class TileProgram:
         return max((k.arena for k in self.kernels), default=0)
 
 
+def private(program: TileProgram, i: int) -> bool:
+    """Whether what call `i` writes is read by call `i + 1` and by no other."""
+    written = {b.tensor for b in program.calls[i].results}
+    if any(program.tensors[t].kind is not TensorKind.SCRATCH for t in written):
+        return False
+    if not {b.tensor for b in program.calls[i + 1].params} <= written:
+        return False
+    later = {b.tensor for c in program.calls[i + 2 :] for b in c.params}
+    return not written & later
+
+
 def reads_of(statement: Statement) -> list[int]:
     """Buffers that a statement reads (an accumulating write reads too)."""
     match statement:

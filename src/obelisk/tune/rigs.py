@@ -33,6 +33,8 @@ class Rig:
             baseline's (OpenBLAS threads spin for about 27 ms after work).
         batch: seconds that a sample lasts at least: 10^4 times its clock's step.
         hopeless: candidates that the probe finds so many times slower than the best do not race.
+        least_race: seconds that the race gets whatever the checks took: without one there is no
+            ratio to report.
     """
 
     worker: str
@@ -41,6 +43,7 @@ class Rig:
     settle_python: float = 0.03
     batch: float = 1e-3
     hopeless: float = HOPELESS
+    least_race: float = 0.0
 
     @property
     def on_device(self) -> bool:
@@ -67,4 +70,4 @@ CPU = Rig("obelisk.tune.worker")
 
 def cuda_rig(ordinal: int = 0) -> Rig:
     """The rig of a CUDA device: events time replays of one graph, so that nothing need settle."""
-    return Rig("obelisk.tune.gpu_worker", ordinal, 0.0, 0.0, 2e-4, hopeless=1.5)
+    return Rig("obelisk.tune.gpu_worker", ordinal, 0.0, 0.0, 2e-4, hopeless=1.5, least_race=1.5)

@@ -178,8 +178,9 @@ class _Tuning:
                     self._check_all(bench, begin + _CHECK_SHARE * budget)
                 if self.grow is not None:
                     with self.spent("more candidates"):
-                        self._extend(bench, begin + budget)
-                self._race(bench, budget - (time.monotonic() - begin))
+                        self._extend(bench, begin + budget - self.rig.least_race)
+                left = budget - (time.monotonic() - begin)
+                self._race(bench, max(left, self.rig.least_race))
                 self._account()
         except KeyboardInterrupt:
             interrupted = True

@@ -29,7 +29,7 @@ from obelisk.lower.cuda.sizes import fitting_splits, has_chain, has_products, ro
 from obelisk.lower.describe import kernel_lines
 from obelisk.lower.program import _Program
 from obelisk.lower.schedule import Operand, Rules, flatten
-from obelisk.lower.tile import Binding, Call, Kernel, Tensor, TensorKind, TileProgram
+from obelisk.lower.tile import Binding, Call, Kernel, Tensor, TensorKind, TileProgram, private
 from obelisk.machine.description import Feature, Machine, MachineKind
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
@@ -42,7 +42,9 @@ BLOCK_LIMIT = (1 << 31) - 1  # of a one-dimensional grid
 LEAST_AHEAD = 3  # iterations of a loop that may gain from an overlap
 AHEAD_TALL = ((3, 64, True), (2, 64, True), (4, 64, False))  # groups, loop tile, bulk copies
 DEFAULT = CudaOptions()
-RULES = Rules(lanes=4, alias=True, work=lambda _: 0, arena_limit=ARENA_LIMIT, mixed=True)
+RULES = Rules(
+    lanes=4, alias=True, work=lambda _: 0, arena_limit=ARENA_LIMIT, mixed=True, pairs=True
+)
 _PLACES = {
     TensorKind.INPUT: Place.INPUT,
     TensorKind.OUTPUT: Place.OUTPUT,
@@ -173,17 +175,6 @@ class _Lowering:
             notes,
         )
         return replace(module, digest=digest("cuda", repr(module)))
-
-
-def private(program: TileProgram, i: int) -> bool:
-    """Whether what call `i` writes is read by call `i + 1` and by no other."""
-    written = {b.tensor for b in program.calls[i].results}
-    if any(program.tensors[t].kind is not TensorKind.SCRATCH for t in written):
-        return False
-    if not {b.tensor for b in program.calls[i + 1].params} <= written:
-        return False
-    later = {b.tensor for c in program.calls[i + 2 :] for b in c.params}
-    return not written & later
 
 
 def lower_cuda(graph: Graph, machine: Machine, options: CudaOptions = DEFAULT) -> CudaModule:
