@@ -28,6 +28,7 @@ from obelisk.ir.build import accum_sum, matmul, mul, square, tanh
 from obelisk.lower.cpu import lower_cpu
 from obelisk.machine import estimate, host
 from obelisk.search import Candidate, SearchResult, SearchStats
+from obelisk.tune import Status
 
 pytestmark = pytest.mark.usefixtures("compiler", "fresh_cache")
 BUDGET = 4.0
@@ -160,6 +161,8 @@ def test_a_better_candidate_is_chosen_and_the_bad_ones_are_counted(
             assert rows[graph.name].reason
             assert not rows[graph.name].chosen
             assert best.report.failures[kind] >= 1
+    for kind in body.keys() & {s.value for s in Status}:
+        assert any(n.startswith(f"the first {kind}: ") for n in best.report.notes), kind
     assert rows[cases["good"].name].status == "ok"
     assert best.report.chosen.note in (cases["good"].name, "the program itself")
     assert rows[cases["refuted"].name].verdict == "refuted"

@@ -481,11 +481,15 @@ class _Run:
             grow=self._grow if self._may_grow() else None,
             answers=self.answers.result if self.answers is not None else None,
         )
+        found: dict[TuneStatus, str] = {}
         for (item, _), measured in zip(self.ready, report.items, strict=True):
             item.measured = measured
             if measured.status is not TuneStatus.OK:
                 error = BuildFailed(measured.detail)
                 self._fell(item.candidate, measured.status.value, error)
+                if measured.status is not TuneStatus.UNTRIED:
+                    found.setdefault(measured.status, f"{measured.name}: {measured.detail}")
+        self.notes += [f"the first {status.value}: {text}" for status, text in found.items()]
         return report, absent
 
     def _may_grow(self) -> bool:
