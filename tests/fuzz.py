@@ -387,9 +387,9 @@ def fuzz(seed: int, count: int, job: Job, *, size: int = 10, jobs: int = 2) -> l
         for outcome in run_batch(batch, job):
             with lock:
                 done.append(outcome)
-                if sys.stderr.isatty() or not outcome.good:
+                if sys.stderr.isatty() or not outcome.good or len(done) % 20 == 0:
                     print(f"[{len(done)}/{count}] {outcome.graph} {outcome.status} "
-                          f"{outcome.detail[:200]}", file=sys.stderr)  # fmt: skip
+                          f"{outcome.detail[:200]}", file=sys.stderr, flush=True)  # fmt: skip
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, batches))
