@@ -96,9 +96,11 @@ def test_what_cannot_be_compared_is_refused(
     session.plan = replace(session.plan, target="cuda")
     with pytest.raises(UserError, match="for cuda"):
         compare(session, TENSORS.__getitem__)
-    write_plan(session.plan, tmp_path / "a.plan")
+    save_model(tmp_path / "m", CONFIG, TENSORS)
+    plan = replace(session.plan, target="cpu", weights_path=str(tmp_path / "gone"))
+    write_plan(plan, tmp_path / "a.plan")
     assert main(["plan", "compare", str(tmp_path / "a.plan")]) == 2
-    assert "Compare a CPU plan of the same model" in capsys.readouterr().err
+    assert "name their directory with --weights-dir" in capsys.readouterr().err
 
 
 def test_the_command_lists_and_judges(

@@ -14,7 +14,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from obelisk.app.compare import TOLERANCE, compare, first_beyond
+from obelisk.app.compare import TOLERANCE, Difference, compare, first_beyond
+from obelisk.app.compare_cuda import TOLERANCE as CUDA_TOLERANCE
+from obelisk.app.compare_cuda import compare_cuda, recording_plan
 from obelisk.app.display import Display, rows_table, stdout
 from obelisk.app.explain_gpu import (
     explain_gpu,
@@ -31,7 +33,9 @@ from obelisk.engine import Engine, Sampling, Tokenizer
 from obelisk.machine import Machine, MachineKind
 from obelisk.mega import Target, target_of
 from obelisk.plan import Plan, read_plan, write_plan
-from obelisk.runtime import Checkpoint, CpuSession, trace_events
+from obelisk.runtime import Checkpoint, CpuSession, CudaSession, trace_events
+from obelisk.runtime.packing import stored
+from obelisk.runtime.session import require_weights
 from obelisk.schedule import Choice, SearchAccount
 from obelisk.tasks import ModelConfig, Workload, read_config
 
@@ -389,36 +393,46 @@ def plan_show(
     _write_json(json_file, plan.manifest())
 
 
+def _differences(
+    plan: Plan, weights_dir: Path | None, steps: int
+) -> tuple[list[Difference], float]:  # fmt: skip
+    """What a plan's operators differ by, and the tolerance of its formats."""
+    checkpoint = Checkpoint(require_weights(plan, weights_dir))
+    if plan.target == "cpu":
+        session = CpuSession.load(plan, weights_dir)
+        return compare(session, checkpoint.tensor, checkpoint.grouped, steps), TOLERANCE
+    CudaSession.require_here(plan)
+    recorder = CudaSession.load(recording_plan(plan), weights_dir)
+    means = stored(plan.layout, checkpoint.tensor, checkpoint.grouped, checkpoint.rows)
+    found = compare_cuda(recorder, means, steps)
+    recorder.close()
+    return found, CUDA_TOLERANCE[plan.cache.format]
+
+
 @plan_app.command("compare")
 def plan_compare(
     plan_file: PlanArg,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", help="Of the largest element of each result.")
-    ] = TOLERANCE,
+        float | None,
+        typer.Option("--tolerance", help="Of each result's largest element [by the formats]."),
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps on random tokens.")] = 2,
     weights_dir: Annotated[
         Path | None, typer.Option("--weights-dir", metavar="DIR", help="Where the weights are now.")
     ] = None,
 ) -> None:
-    """Compare every operator of a CPU plan with its meaning in float64; name the first at fault."""
-    target = read_plan(plan_file).target
-    if target != "cpu":
-        raise UserError(
-            f"{plan_file} is a plan for {target}: its kernel records no results of operators. "
-            "Compare a CPU plan of the same model (synth judged this one's logits on its device)"
-        )
-    session = CpuSession.load(plan_file, weights_dir)
-    checkpoint = Checkpoint(weights_dir or session.plan.weights_path)
-    found = compare(session, checkpoint.tensor, checkpoint.grouped, steps)
+    """Compare every operator of a plan with its meaning in float64; name the first at fault."""
+    found, usual = _differences(read_plan(plan_file), weights_dir, steps)
+    bound = usual if tolerance is None else tolerance
     worst = {d.kind: max((x for x in found if x.kind is d.kind), key=lambda x: x.error)
              for d in found}  # fmt: skip
     for d in worst.values():
         stdout().print(Text(f"  worst {d}"), soft_wrap=True)
-    first = first_beyond(found, tolerance)
+    first = first_beyond(found, bound)
     if first is None:
-        stdout().print(f"{len(found)} results within {tolerance:.1e}")
+        stdout().print(f"{len(found)} results within {bound:.1e}")
         return
-    stdout().print(Text(f"first beyond {tolerance:.1e}: {first}"), soft_wrap=True)
+    stdout().print(Text(f"first beyond {bound:.1e}: {first}"), soft_wrap=True)
     raise typer.Exit(1)
 
 

@@ -143,6 +143,7 @@ class CudaSession(Session):
             self.close()
             raise
         self.tag = self.uses = self.withhold = 0
+        self.apart = int(how.get("apart", 0))
         self.kernel_seconds = 0.0
         self.alone = not has_torch()
 
@@ -176,6 +177,19 @@ class CudaSession(Session):
         """Clear what blocks exchanged: the numbers begin anew."""
         self.device.zero(self.exchanged, self.how["exchanged"])
         self.tag = self.uses = 0
+        if self.apart:  # zero is a mark of some layer: each begins with what is none of its own
+            words = np.empty(self.apart // 4, np.uint32)
+            for layer in range(self.plan.layout.layers):
+                mark, use = (layer + 1) & 7, (layer + 1) & 1
+                words[:] = mark ^ 7 | (use ^ 1) << 16
+                self.device.upload(self.exchanged + layer * self.apart, words)
+
+    def exchanged_values(self, name: str, layer: int, shape: tuple[int, ...], kind: Any) -> Array:
+        """What blocks exchanged under a name in the latest step, as stored; of every layer where
+        the kernel records (`mega.cuda.emit.recording`), else of the last to use the place.
+        """
+        at = self.exchanged + self.how["places"][name] + layer * self.apart
+        return self.device.download(at, shape, kind)
 
     def close(self) -> None:
         self._prompts = None
@@ -299,7 +313,9 @@ class CudaSession(Session):
         self.steps_done, self._stamps = 0, None
         if count < 1:
             return [SlotRun((), "") for _ in work]
-        if self.tag + (count + 1) * self.how["tags"] >= TAG_END:
+        if self.apart and count > 1:
+            raise UserError("a recording kernel runs one step a launch: feed it single tokens")
+        if self.apart or self.tag + (count + 1) * self.how["tags"] >= TAG_END:
             self._forget()
         slots = [*work, *[IDLE] * (batch - len(work))]
         feed = np.zeros((batch, max(1, *(len(s.feed) for s in slots))), np.int32)

@@ -68,16 +68,24 @@ class SlotRun:
     reason: str
 
 
-def packed_weights(plan: Plan, weights_dir: str | Path | None = None) -> Array:
-    """A plan's weights in its layout, from the directory that it names or from `weights_dir`.
-
-    Raises `UserError` where there is none, or where it holds other weights than the plan's.
+def require_weights(plan: Plan, weights_dir: str | Path | None = None) -> Path:
+    """The directory of a plan's weights: `weights_dir`, or the one that it names. Raises
+    `UserError` where there is none.
     """
     folder = Path(weights_dir or plan.weights_path)
     if not folder.is_dir():
         raise UserError(
             f"the plan's weights are not in {folder}: name their directory with --weights-dir"
         )
+    return folder
+
+
+def packed_weights(plan: Plan, weights_dir: str | Path | None = None) -> Array:
+    """A plan's weights in its layout, from the directory that it names or from `weights_dir`.
+
+    Raises `UserError` where there is none, or where it holds other weights than the plan's.
+    """
+    folder = require_weights(plan, weights_dir)
 
     def packed() -> Array:
         checkpoint = Checkpoint(folder)

@@ -8,6 +8,7 @@ arguments give equal text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -15,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from obelisk.base.digest import digest
-from obelisk.base.errors import Infeasible, InternalError
+from obelisk.base.errors import Infeasible, InternalError, UserError
 from obelisk.machine import Machine
 from obelisk.mega.cuda.flow import check_flow
 from obelisk.mega.cuda.layout import cuda_layout
@@ -41,6 +42,7 @@ SPANS = (
 )  # fmt: skip
 WAITS = (*EDGES, "token", "step")
 TEXTS = ("base.cuh", "weights.cuh", "ring.cuh", "fill.cuh", "attend.cuh", "sample.cuh", "step.cuh")
+ONCE = ("best", "token", "logits")  # exchanged once a step, behind what every layer exchanges
 SLOTS = 8
 LOG2E = 1.4426950408889634
 MAX_HEAD_DIM = 128
@@ -115,6 +117,30 @@ def _places(model: ModelConfig, work: Workload, t: GpuTiling) -> tuple[dict[str,
         out[name] = at
         at += align(size, 128)
     return out, at
+
+
+def recording(source: str, launch: Mapping[str, Any], layers: int) -> tuple[str, dict[str, Any]]:
+    """A kernel's text and `launch` changed so that what its layers exchange stays where it was
+    written, each layer's behind the other's; one step a launch. No other word of it changes.
+
+    Raises `UserError` for a text of another version, which does not say where values lie.
+    """
+    places: dict[str, int] = dict(launch["places"])
+    apart = min(places[name] for name in ONCE)
+    moved = {name: at + (layers - 1) * apart for name, at in places.items() if name in ONCE}
+    changed = {"APART": apart, **{f"PLACE_{n.upper()}": at for n, at in moved.items()}}
+    for name, value in changed.items():
+        source, found = re.subn(
+            rf"^#define OM_{name} \d+$", f"#define OM_{name} {value}", source, flags=re.M
+        )  # fmt: skip
+        if found != 1:
+            raise UserError(
+                "the plan's kernel was written by another version of Obelisk: synthesise it again"
+            )
+    return source, {
+        **launch, "places": {**places, **moved}, "apart": apart,
+        "exchanged": launch["exchanged"] + (layers - 1) * apart,
+    }  # fmt: skip
 
 
 def _require(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> None:
@@ -207,7 +233,7 @@ def _defines(
         "FENCED": int(t.fenced), "KEPT": int(t.kept),
         "AT_RING": plan.inputs + plan.sums + plan.residual + plan.staged, "RESIDUAL_ROWS": kept,
         **_weights(layout),
-        **{f"PLACE_{n.upper()}": at for n, at in places.items()},
+        **{f"PLACE_{n.upper()}": at for n, at in places.items()}, "APART": 0,
         **{k.upper(): i for i, k in enumerate(KINDS)},
         **{f"SPAN_{n.upper()}": i for i, n in enumerate(SPANS)},
         **{f"EDGE_{n.upper()}": i for i, n in enumerate(WAITS)},

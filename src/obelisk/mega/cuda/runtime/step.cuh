@@ -46,14 +46,15 @@ __device__ __forceinline__ void om_residual_product(om_state &s, char *values, c
 
 #define OM_STREAM_BYTES (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS * 4) /* of what the down projection writes */
 
+/* OM_APART: 0, or in a recording kernel the bytes from a layer's exchanged values to the next one's, so that all stay. */
 __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
   const u32 mark = tag & 7, use = (p->uses + s.step * OM_LAYERS + s.layer + 1) & 1;
-  char *const qkv = between + OM_PLACE_QKV, *const pieces = between + OM_PLACE_PART,
-              *const masses = between + OM_PLACE_MASS;
-  char *const o = between + OM_PLACE_O, *const act = between + OM_PLACE_ACT;
-  char *const down = between + OM_PLACE_DOWN + (s.layer & 1) * OM_STREAM_BYTES;
-  const char *const before = between + OM_PLACE_DOWN + (~s.layer & 1) * OM_STREAM_BYTES;
+  char *const own = between + (size_t)s.layer * OM_APART;
+  char *const qkv = own + OM_PLACE_QKV, *const pieces = own + OM_PLACE_PART, *const masses = own + OM_PLACE_MASS;
+  char *const o = own + OM_PLACE_O, *const act = own + OM_PLACE_ACT;
+  char *const down = own + OM_PLACE_DOWN + (s.layer & 1) * OM_STREAM_BYTES;
+  const char *const before = own - OM_APART + OM_PLACE_DOWN + (~s.layer & 1) * OM_STREAM_BYTES;
   int from, to;
 #if OM_STAGED
   om_stage(s);
@@ -104,7 +105,8 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
 
 __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
-  const char *const before = between + OM_PLACE_DOWN + ((OM_LAYERS - 1) & 1) * OM_STREAM_BYTES;
+  const char *const before =
+      between + (OM_LAYERS - 1) * (size_t)OM_APART + OM_PLACE_DOWN + ((OM_LAYERS - 1) & 1) * OM_STREAM_BYTES;
   u64 t = om_stamp(s);
   const float2 root = om_fill_norm<OM_DOWN_SPLIT, false>(s, before, (tag - 1) & 7, OM_EDGE_DOWN,
                                                          (const float *)(p->weights + OM_AT_NORM_FINAL), 0, 0);
