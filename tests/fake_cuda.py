@@ -188,6 +188,9 @@ class Driver(types.ModuleType):
         self.held[start] = raw
         return self._answer(start)
 
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[Any, ...]:
+        return self._answer()
+
     def cuMemFree(self, address: int) -> tuple[Any, ...]:
         del self.held[address]
         return self._answer()

@@ -29,6 +29,7 @@ from obelisk.tune.worker import Refused, put_results, serve, specs_of
 CONTEXT_LOST = 71  # exit code; the tuner reads the reason from what was printed
 _WINDOW = 1 << 20  # bytes at either end of an input that are looked at after a call
 _GARBAGE = 0xFF
+_READ_ONLY = 0x08  # CU_MEMHOSTREGISTER_READ_ONLY: pages that this process cannot write
 _STEADY, _STEADY_BYTES = 32, 1 << 28  # calls in a row that are compared, and bytes for them
 _COPY, _COPIES = 1 << 30, 9  # bytes of a copy that measures bandwidth, and how many of them
 
@@ -64,6 +65,9 @@ class GpuWorker:
         self.shared_in = [attach(RegionSpec(*r), False) for r in hello["input_regions"]]
         self.around_out = [attach_guarded(RegionSpec(*r)) for r in hello["output_regions"]]
         self.around_scratch = attach_guarded(RegionSpec(*hello["scratch_region"]))
+        self.window = np.empty(_WINDOW, np.uint8)  # what inputs hold after a call
+        for array in (*self.shared_in, *self.around_out, self.around_scratch, self.window):
+            self.pin(array)
         self.fixed = [self.memory(s.nbytes) for s in self.inputs]  # what checked calls read
         self.guarded = [self.memory(a.size) for a in self.around_out]  # what they write
         self.private = [self.memory(s.nbytes) for s in self.outputs]  # what timed calls write
@@ -81,6 +85,14 @@ class GpuWorker:
     def memory(self, size: int) -> int:
         """Device memory of at least a byte, aligned to 256."""
         return int(check(self.cu.cuMemAlloc(max(size, 1)), f"taking {size} bytes of memory"))
+
+    def pin(self, array: np.ndarray) -> None:
+        """Let the device copy from and to host memory without a detour, where the system allows it:
+        copies of such memory are many times faster.
+        """
+        if array.size:
+            kind = 0 if array.flags.writeable else _READ_ONLY
+            self.cu.cuMemHostRegister(array.ctypes.data, array.nbytes, kind)  # refused: no matter
 
     def up(self, address: int, array: np.ndarray) -> None:
         """Host to device, in the order of the stream: the default one would not wait for it."""
@@ -167,7 +179,7 @@ class GpuWorker:
         for i, (address, shared) in enumerate(zip(self.fixed, self.shared_in, strict=True)):
             for start in {0, max(0, shared.size - _WINDOW)}:
                 part = shared[start : start + _WINDOW]
-                now = np.empty_like(part)
+                now = self.window[: part.size]
                 self.down(now, address + start)
                 if not np.array_equal(now, part):
                     at = start + int(np.flatnonzero(now != part)[0])
