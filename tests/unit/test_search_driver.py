@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from obelisk.app.loading import load_program
 from obelisk.base.errors import ParseError, UserError
+from obelisk.base.interrupt import Interrupts
 from obelisk.ir import Graph, KernelGraph
 from obelisk.ir.text import to_text
 from obelisk.machine import find
@@ -297,3 +299,64 @@ def test_a_damaged_candidate_file_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ParseError, match=r"bad\.json"):
         read_candidates(file)
+
+
+class _Dropped:
+    """Presses Ctrl-C where Python drops what it raises: in a weak reference's callback."""
+
+    def __init__(self) -> None:
+        self.pressed = 0
+
+    def update(self, stage: str, counts: Mapping[str, float | int | str]) -> None:
+        """Press once, in the middle of the work."""
+        if counts["states"] and not self.pressed:
+            self.pressed += 1
+            node = _Dying()
+            kept = weakref.ref(node, lambda _: signal.raise_signal(signal.SIGINT))
+            del node
+            assert kept() is None
+
+
+class _Dying:
+    pass
+
+
+@pytest.mark.alone
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_signal_that_python_drops_is_heard_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Interned nodes are weakly held: a search is often in such a callback."""
+    monkeypatch.setattr(driver, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(units, "TICK_SECONDS", 0.0)
+    listener = _Dropped()
+    program = load_program("qknorm_k")
+    before = signal.getsignal(signal.SIGINT)
+    result = search(program, CPU, workers=workers, progress=listener, budget=Budget(seconds=60))
+    assert listener.pressed == 1
+    assert result.stats.stopped == "interrupted"
+    assert result.stats.seconds < 30
+    assert result.candidates[0].graph is program
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_interrupts_are_counted_in_the_main_thread_alone() -> None:
+    """Elsewhere, and where SIGINT is ignored, nothing is touched; each still does what it did."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with Interrupts() as outer, Interrupts() as inner:
+            signal.raise_signal(signal.SIGINT)
+            threading.Thread(target=lambda: Interrupts().__enter__()).start()
+            signal.raise_signal(signal.SIGINT)
+        assert (outer.count, inner.count, len(heard)) == (2, 2, 2)
+        signal.raise_signal(signal.SIGINT)
+        assert (outer.count, len(heard)) == (2, 3)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with Interrupts() as ignored:
+            signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert ignored.count == 0
+    finally:
+        signal.signal(signal.SIGINT, before)

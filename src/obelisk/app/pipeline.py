@@ -29,6 +29,7 @@ from obelisk.app.request import Request, Wanted, make_request
 from obelisk.app.sizing import structure
 from obelisk.app.storage import fetch, keep, key_of
 from obelisk.base.errors import BuildFailed, Infeasible, ObeliskError, UserError
+from obelisk.base.interrupt import Interrupts
 from obelisk.base.log import logger
 from obelisk.base.progress import Progress, Silent
 from obelisk.base.settings import settings, usable_cores
@@ -176,6 +177,7 @@ class _Run:
     stats: SearchStats = field(default_factory=SearchStats)
     notes: list[str] = field(default_factory=list)
     interrupts: int = 0
+    watch: Interrupts = field(default_factory=Interrupts)
     answers: Future[Answers] | None = None  # made ahead where a device leaves the cores idle
     given: tuple[Candidate, ...] | None = None  # found elsewhere: nothing is searched
 
@@ -193,7 +195,8 @@ class _Run:
         if request.backend.rig(request.device).on_device:
             self.answers = ahead.submit(Answers, request.program, request.seed)
         try:
-            artifact = self._stages(started)
+            with self.watch:
+                artifact = self._stages(started)
         finally:
             builders.shutdown(wait=False, cancel_futures=True)
             ahead.shutdown(wait=False, cancel_futures=True)
@@ -214,7 +217,9 @@ class _Run:
         return min(wanted * crowding(), TUNE_SHARE * self.request.budget)
 
     def left(self, share: float) -> float:
-        """Seconds until `share` of the time limit is spent."""
+        """Seconds until `share` of the time limit is spent; a Ctrl-C that was lost shortens it."""
+        if self.watch.count > self.interrupts:
+            self._interrupt()
         return self.begun + share * self.limit - time.monotonic()
 
     @contextmanager

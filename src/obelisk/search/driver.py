@@ -18,6 +18,7 @@ from typing import Any
 
 from obelisk.base.digest import digest
 from obelisk.base.errors import UserError
+from obelisk.base.interrupt import Interrupts
 from obelisk.base.progress import Progress, Silent
 from obelisk.base.settings import usable_cores
 from obelisk.ir import Graph, make_graph
@@ -114,6 +115,7 @@ class _Search:
             self.checkpoint.load(resume)
         self.begun = time.monotonic()
         self.stopped = ""
+        self.interrupts = Interrupts()
         self.executor: Executor | None = None
         self.pruned: dict[str, int] = {}
         self.stages: dict[str, float] = {}
@@ -134,17 +136,19 @@ class _Search:
         return Limits(max(0.0, left), max(0, self.budget.states - self.states), self.budget.memory)
 
     def tick(self) -> str:
-        """Called in the middle of units that run here: reports progress."""
+        """Called in the middle of units that run here: reports progress; a reason to stop."""
         now = time.monotonic()
         if now - self._reported > REPORT_SECONDS:
             self._reported = now
             self.progress.update("search", self._now())
-        return ""
+        return "interrupted" if self.interrupts.count else ""
 
     def stop(self) -> bool:
         """True once a limit is reached."""
         if not self.stopped:
-            if time.monotonic() - self.begun > self.budget.seconds:
+            if self.interrupts.count:  # raised where it was lost
+                self.stopped = "interrupted"
+            elif time.monotonic() - self.begun > self.budget.seconds:
                 self.stopped = "time"
             elif self.states > self.budget.states:
                 self.stopped = "states"
@@ -476,7 +480,9 @@ def search(
         checkpoint,
         resume,
     )
-    return run.run(_executor(run, workers, patience))
+    make = _executor(run, workers, patience)
+    with run.interrupts:
+        return run.run(make)
 
 
 def _executor(run: _Search, workers: int | str | None, patience: float | None) -> ExecutorMaker:
