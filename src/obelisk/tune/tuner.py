@@ -27,6 +27,7 @@ from obelisk.tune.race import HINT, Runner, leader, race, ratio, ratio_spread, s
 from obelisk.tune.rigs import CPU, Rig
 from obelisk.tune.stats import interval, quartile_range
 from obelisk.tune.supervisor import Fallen
+from obelisk.tune.taken import Steady, Turned
 from obelisk.tune.types import Contender, Measured, Status, TuneItem, TuneReport, count_line
 
 _CHECK_SHARE = 0.6  # of the budget at most for checking, the rest for the race
@@ -140,6 +141,7 @@ class _Tuning:
         self.generation = 0  # of that worker
         self.soiled = 0  # the last worker in which a candidate was not right
         self.after_python = False
+        self.steady = Steady()
         self.notes: list[str] = []
         self.bandwidth: float | None = None
         self.took: dict[str, float] = {}  # seconds by what they were spent on
@@ -359,6 +361,8 @@ class _Tuning:
                     runners, turn, deadline, self.seed, watch=watch, hopeless=self.rig.hopeless
                 )
             self.notes.append(f"race: {ended}")
+            if said := self.steady.said():
+                self.notes.append(said)
         with self.spent("last checks"):
             for runner in self._finalists(runners):
                 self._recheck(bench, runner.key)
@@ -486,7 +490,7 @@ class _Tuning:
         runner = Runner(key, key == 0 or key >= n, key < n, estimate=0.0)
         got = self._timed(bench, runner, 3, 1, 4 * limit)
         if got is not None:
-            runner.estimate = min(got[0])
+            runner.estimate = min(got.samples)
             self.states[key].runner = runner
 
     def _turn(self, bench: Bench, runner: Runner) -> tuple[list[float], int] | None:
@@ -494,12 +498,14 @@ class _Tuning:
         repeats = min(max(1, round(self.rig.batch / each)), 2000)
         samples = _SAMPLES if repeats * each < 20 * self.rig.batch else 1
         limit = bench.limit + 20 * each * max(repeats, self.copies) * samples
-        return self._timed(bench, runner, samples, repeats, limit)
+        take = partial(self._timed, bench, runner, samples, repeats, limit)
+        got = self.steady.turn(runner.key, take)
+        return None if got is None else (got.samples, got.calls)
 
     def _timed(
         self, bench: Bench, runner: Runner, samples: int, repeats: int, limit: float
-    ) -> tuple[list[float], int] | None:
-        """Samples and how many calls they took; a runner that fails is marked and gives None."""
+    ) -> Turned | None:
+        """A turn; a runner that fails is marked and gives None."""
         python = runner.key >= len(self.items)
         try:
             self._equip(bench, runner.key)
@@ -510,7 +516,10 @@ class _Tuning:
             self.after_python = python
             if answer["code"]:
                 raise Fallen(Status.REFUSED, f"it returned {answer['code']} while being timed")
-            return [float(x) for x in answer["seconds"]], int(answer["calls"])
+            return Turned(
+                [float(x) for x in answer["seconds"]], int(answer["calls"]),
+                float(answer.get("taken", 0.0)),
+            )  # fmt: skip
         except Fallen as e:
             self.states[runner.key].fell(e.status, f"while being timed: {e.detail}")
             runner.out = e.status.value

@@ -28,6 +28,7 @@ from obelisk.build.library import ENTRY, aligned_bytes
 from obelisk.ir.dtype import parse_dtype
 from obelisk.tune.inputs import TensorSpec
 from obelisk.tune.regions import RegionSpec, attach
+from obelisk.tune.taken import count
 from obelisk.tune.types import Setup
 
 _PDEATHSIG = 1  # linux/prctl.h
@@ -134,7 +135,7 @@ class Worker:
 
     def do_turn(self, key: int, samples: int, repeats: int, settle: float) -> dict[str, Any]:
         """Time `samples` batches of `repeats` calls after one untimed call; seconds per call of
-        each batch.
+        each batch, and which share of the time was taken from this process.
         """
         calls, n = self.calls(key), len(self.copies)
         if settle:
@@ -142,6 +143,7 @@ class Worker:
         gc.disable()  # a collection inside a timed batch would be measured
         try:
             calls[self.turnstile % n]()
+            before, begin = count(), time.perf_counter()
             out: list[float] = []
             result: Any = None
             for _ in range(samples):
@@ -151,12 +153,13 @@ class Worker:
                 for call in batch:
                     result = call()
                 out.append((time.perf_counter_ns() - start) * 1e-9 / repeats)
+            share = count().since(before) / (time.perf_counter() - begin)
         except Exception as e:  # foreign code again
             raise Refused(f"{type(e).__name__}: {e}") from e
         finally:
             gc.enable()
         code = result if key in self.libraries else 0
-        return {"seconds": out, "code": code, "calls": samples * repeats}
+        return {"seconds": out, "code": code, "calls": samples * repeats, "taken": share}
 
     def do_show(self, key: int, copy: int) -> dict[str, Any]:
         """One call on a given copy, its outputs put into the shared regions for the parent to
