@@ -7,7 +7,7 @@
 
 Times are of one launch of 128 greedy steps from CONTEXT on (default 512), whole model, random
 weights; CHANGES are fields of `GpuTiling`, `stages=12+kv_pieces=4`; FORMAT is bf16 (default), fp16,
-int8, w4a16 or w4a16.64 (groups). The baseline is a bf16 decode
+fp32, int8, w4a16 or w4a16.64 (groups). The baseline is a bf16 decode
 step in torch, compiled, in a CUDA graph. Results go to --json FILE.
 """
 
@@ -119,7 +119,9 @@ def random_arena(plan: Plan) -> int:
     """
     device, layout = Device(), plan.layout
     draws = np.random.default_rng(0).standard_normal(1 << 24, np.float32) * np.float32(0.02)
-    if plan.workload["weights"] == "bf16":
+    if plan.workload["weights"] == "fp32":
+        pattern = draws.view(np.uint16)
+    elif plan.workload["weights"] == "bf16":
         pattern = (draws.view(np.uint32) >> 16).astype(np.uint16)
     else:
         pattern = draws.astype(np.float16).view(np.uint16)

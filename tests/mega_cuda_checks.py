@@ -3,7 +3,8 @@ bench/mega_cuda.py.
 
 `check_plan` gives a row of findings; `TOLERANCE` bounds the largest error of a logit relative to
 the largest. The reference rounds where the kernel rounds, but for the marks in 16-bit values (the
-last bit of every eighth): simulated, those alone move these models' logits by 0.7 to 1.8e-2.
+last bit of every eighth): simulated, those alone move these models' logits by 0.7 to 1.8e-2. With
+fp32 weights nothing is rounded there, and `TOLERANCE_FP32` and `NEAR_TIE_FP32` hold.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.mega_gptq import quantised
 from tests.mega_models import random_tensors
 
 TOLERANCE, NEAR_TIE = 2e-2, 1e-2
+TOLERANCE_FP32, NEAR_TIE_FP32 = 1e-5, 1e-5
 CONTEXT, STEPS = 160, 24
 DRAWS = (
     Sampling(0.9, 0, 1.0, 5), Sampling(1.5, 20, 1.0, 6), Sampling(1.0, 0, 0.7, 7),
@@ -55,7 +57,14 @@ CASES = [  # model, batch, weights (with :zeros, groups have their own), changes
     ("llama, groups of 4", 1, "int8", ""),
     ("qwen2, groups of 7, tied", 2, "int8", "bulk=0+chunk_cols=256+down_split=2"),
     ("llama, no groups, biases, odd sizes", 8, "int8", "chunk_cols=64"),
+    ("llama, groups of 4", 1, "fp32", ""),
+    ("qwen3, 128, groups of 2", 2, "fp32", "bulk=0+barriers=qkv.attend.o.up.down.head"),
+    ("qwen2, groups of 7, tied", 3, "fp32", "down_split=2+kv_pieces=5"),
+    ("llama, groups of 8, 128", 8, "fp32", "cuts=4+fenced=0"),
+    ("llama, no groups, biases, odd sizes", 1, "fp32", "chunk_cols=64+mass_beside=1"),
+    ("qwen3, 24", 5, "fp32", "bulk=0+loader_warps=2+cuts=2"),
 ]
+WIDE = [c for c in CASES if c[2] == "fp32"]
 FOUR = [c for c in CASES if c[2].startswith("w4a16")]
 INT8 = [c for c in CASES if c[2] == "int8"]
 Array = Any
@@ -220,8 +229,10 @@ def check_plan(case: tuple[str, int, str, str], plan: Plan, steps: int = STEPS) 
     check.fault()
     check.session.close()
     row = check.row
+    exact = case[2] == "fp32"
+    most, near = (TOLERANCE_FP32, NEAR_TIE_FP32) if exact else (TOLERANCE, NEAR_TIE)
     row["ok"] = (
-        row["error"] < TOLERANCE and row["launch"] and row["argmax"] and row["drawn"]
-        and "waited" in row["fault"] and all(g < NEAR_TIE for g in row["gaps"])
+        row["error"] < most and row["launch"] and row["argmax"] and row["drawn"]
+        and "waited" in row["fault"] and all(g < near for g in row["gaps"])
     )  # fmt: skip
     return row

@@ -2,8 +2,8 @@
 the kernel says it rounds.
 
 `Rounded` is `tests.mega_models.Reference` in float64, with inputs of products, keys and values
-rounded to 16 bits; what is left between it and the kernel is the order of sums and two exponentials
-in single precision.
+rounded to 16 bits (fp32: not at all); what is left between it and the kernel is the order of sums
+and two exponentials in single precision.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def rounder(form: str) -> Any:
-    """A function that rounds float64 arrays to bf16 or fp16 (through float32, as the kernel)."""
+    """A function that rounds float64 arrays to bf16 or fp16 (through float32, as the kernel); fp32:
+    leaves them as they are.
+    """
+    if form == "fp32":
+        return np.asarray
     kind = ml_dtypes.bfloat16 if form == "bf16" else np.float16
 
     def to(x: Array) -> Array:
@@ -68,7 +72,7 @@ class Rounded(Reference):
         before rounding too (fp16).
         """
         root = 1 / math.sqrt(float((x * x).mean()) + self.c["rms_norm_eps"])
-        if self.form == "bf16":
+        if self.form in ("bf16", "fp32"):
             y = self.w[name + ".weight"] @ self.to(x * gain) * root
         else:
             y = self.w[name + ".weight"] @ self.to(x * gain * root)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from obelisk.base.errors import MissingDependency, UserError
 from obelisk.machine import Machine
 from obelisk.plan import Plan
 from obelisk.runtime import CudaSession
+from obelisk.runtime.cuda import CACHES
 from obelisk.runtime.packing import pack, stored
 from obelisk.schedule.gpu import default_tiling
 from obelisk.tasks import Workload, parse_config, parse_format
@@ -77,7 +77,7 @@ def cache_of(session: CudaSession) -> tuple[Array, Array]:
 
 def set_cache(session: CudaSession, keys: Array, values: Array) -> None:
     """Write keys and values, as a prefill of somebody else would."""
-    kind = ml_dtypes.bfloat16 if session.plan.cache.format == "bf16" else np.float16
+    kind = CACHES[session.plan.cache.format]
     session.device.upload(session.key_memory, keys.astype(kind))
     session.device.upload(session.value_memory, values.astype(kind))
 

@@ -122,10 +122,6 @@ def test_commands_refuse_with_exit_code_2_and_one_line(
     cases = (
         (["synth", str(folder)], "-o PLAN"),
         (["synth", str(folder / "nowhere"), "-o", "x"], "no model directory"),
-        (
-            ["synth", str(folder), "-o", "x", "--device", "sm_90a", "--weights", "fp32"],
-            "bf16, fp16, int8, w4a16, not fp32",
-        ),
         (["synth", str(folder), "-o", "x", "--batch", "9"], "1 to 8"),
         (["synth", str(folder), "-o", "x", "--context", "513"], "1 to 512"),
         (["synth", str(folder), "-o", "x", "--weights", "w3"], "fp32, bf16, fp16, int8, w4a16"),

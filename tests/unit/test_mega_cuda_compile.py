@@ -36,9 +36,10 @@ def emitted(name: str, work: Workload = WORK) -> EmittedCuda:
 
 @pytest.mark.parametrize(
     "work",
-    [WORK, Workload(1, 64, WeightFormat.INT8), Workload(2, 64, WeightFormat.W4A16, 64, True)],
-    ids=lambda w: w.weights.value,
-)
+    [WORK, Workload(1, 64, WeightFormat.INT8), Workload(2, 64, WeightFormat.W4A16, 64, True),
+     Workload(1, 64, WeightFormat.FP32), Workload(8, 64, WeightFormat.FP32)],
+    ids=lambda w: f"{w.weights.value}, batch {w.batch}",
+)  # fmt: skip
 def test_every_architecture_within_its_limits(work: Workload) -> None:
     """sm_80, 86, 89, 90a, 100a and 120: registers without spills, shared memory as planned."""
 
@@ -56,7 +57,7 @@ def test_every_architecture_within_its_limits(work: Workload) -> None:
         assert -(-warps // 4) * 32 * r.registers <= machine.registers // 4
 
 
-@pytest.mark.parametrize("weights", [WeightFormat.BF16, WeightFormat.INT8, WeightFormat.W4A16])
+@pytest.mark.parametrize("weights", [w for w in WeightFormat if w is not WeightFormat.FP16])
 def test_a_slot_is_given_back_behind_the_products_that_read_it(weights: WeightFormat) -> None:
     """The compiler keeps the comparison of sums that each of the five products' arrivals waits for:
     without it nothing but the order of instructions is between a read and the next copy.

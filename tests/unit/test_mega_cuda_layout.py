@@ -1,4 +1,4 @@
-"""The CUDA kernel's weights: packed, then read as a warp of tensor cores reads them, in numpy.
+"""The CUDA kernel's weights: packed, then read as a warp's lanes read them, in numpy.
 
 The fragments of `mma.m16n8k16` are written out here from the PTX manual: which row and column of A,
 B and C each register of each lane holds. The kernel's own address formulas are repeated beside
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from tests.mega_models import config, random_tensors
 
-from obelisk.base.errors import Infeasible
 from obelisk.mega.cuda import cuda_layout
 from obelisk.plan.layout import MatrixLayout
 from obelisk.runtime.packing import pack, stored
@@ -24,7 +23,7 @@ Array = Any
 BLOCK = 1024  # bytes of 16 rows by 32 columns
 
 
-BF16 = Workload(1, 64, WeightFormat.BF16)
+BF16, FP32 = Workload(1, 64, WeightFormat.BF16), Workload(1, 64, WeightFormat.FP32)
 
 
 def model_of(
@@ -86,6 +85,17 @@ def sixteen(slab: Array, rows: Array, at: int, m: MatrixLayout) -> Array:
     return sum(mma(a[step], inputs(rows, at, step)) for step in range(2))
 
 
+def thirty_two(slab: Array, rows: Array, at: int, m: MatrixLayout) -> Array:
+    """om_format<32>: a lane's four loads are 4 columns of 4 rows; no tensor cores."""
+    a = slab.view(np.float32).astype(np.float64).reshape(4, 32, 4)  # load, lane, column
+    c = np.zeros((16, 8))
+    for lane in range(32):
+        x = rows[:, 32 * at + lane % 8 * 4 :][:, :4]
+        for i in range(4):
+            c[2 * (lane // 8) + i % 2 + i // 2 * 8] += x @ a[i, lane]
+    return c
+
+
 def eight(slab: Array, rows: Array, at: int, m: MatrixLayout) -> Array:
     """om_format<8>: of each word the lower number, and turned by a byte the higher one."""
     w, mask = slab.view(np.uint32).reshape(32, 2, 2), np.uint32(0x807F807F)  # lane, step, half
@@ -125,7 +135,7 @@ def product(arena: Array, base: int, m: MatrixLayout, x: Array) -> Array:
     """All rows of a matrix times inputs (8 slots, cols), as om_product walks them."""
     rows = np.zeros((8, m.cols_padded))
     rows[:, : x.shape[1]] = x
-    slab_of = {"bf16": sixteen, "int8": eight, "w4a16": four}[m.format]
+    slab_of = {"fp32": thirty_two, "bf16": sixteen, "int8": eight, "w4a16": four}[m.format]
     slabs = arena[base + m.offset :][: m.nbytes].reshape(m.rows // 16, m.cols_padded // m.lanes, -1)
     out = np.zeros((8, m.rows))
     for tile in range(m.rows // 16):
@@ -138,7 +148,7 @@ def product(arena: Array, base: int, m: MatrixLayout, x: Array) -> Array:
 
 @pytest.mark.parametrize(
     "work",
-    [BF16, Workload(1, 64, WeightFormat.INT8),
+    [BF16, FP32, Workload(1, 64, WeightFormat.INT8),
      *(Workload(1, 64, WeightFormat.W4A16, group, zeros)
        for group, zeros in ((128, False), (64, True), (32, True)))],
     ids=lambda w: f"{w.weights} {w.group} {w.zeros}",
@@ -185,6 +195,19 @@ def test_the_embedding_is_found_where_the_kernel_looks() -> None:
             assert got == w["model.embed_tokens.weight"][token, col : col + 4].tolist()
 
 
+def test_the_embedding_in_fp32_is_found_where_the_kernel_looks() -> None:
+    """The same, of four columns in 16 bytes."""
+    _, w, layout, arena = model_of(FP32, hidden_size=72, num_attention_heads=4, vocab_size=37)
+    embed = layout.matrices[0]
+    for token in range(37):
+        for col in range(0, 72, 4):
+            row, i = token % 16, col % 32
+            at = embed.offset + ((token // 16) * (embed.cols_padded // 32) + col // 32) * 2 * BLOCK
+            at += ((row // 8 * 2 + row % 2) * 32 + row % 8 // 2 * 8 + i // 4) * 16
+            got = arena[at : at + 16].view(np.float32)
+            assert got.tolist() == w["model.embed_tokens.weight"][token, col : col + 4].tolist()
+
+
 def test_vectors_follow_the_order_of_rows_and_are_padded_to_tiles() -> None:
     """A lane reads its two rows' biases, and four gains at a time, without a look at the sizes."""
     model, w, layout, arena = model_of(
@@ -204,12 +227,11 @@ def test_vectors_follow_the_order_of_rows_and_are_padded_to_tiles() -> None:
     assert model.qkv_bias
 
 
-def test_other_formats_are_refused_by_name() -> None:
-    """Nothing is rounded in silence."""
+def test_every_format_has_a_layout() -> None:
+    """Nothing is rounded in silence: matrices are stored as asked, 4-bit models' heads in fp16."""
     model = parse_config(config())
-    with pytest.raises(Infeasible, match="not fp32: use --weights bf16"):
-        cuda_layout(model, Workload(1, 64, WeightFormat.FP32))
-    for form, outer in (("fp16", "fp16"), ("int8", "int8"), ("w4a16", "fp16")):
+    for form in WeightFormat:
+        outer = "fp16" if form is WeightFormat.W4A16 else form
         layout = cuda_layout(model, Workload(1, 64, WeightFormat(form)))
         assert layout.matrices[0].format == outer
         assert layout.layer_matrices[0].format == form

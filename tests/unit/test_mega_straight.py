@@ -25,7 +25,7 @@ from obelisk.schedule.gpu import default_tiling
 from obelisk.tasks import Workload, parse_config, parse_format
 
 H200 = find("h200")
-TYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
+TYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}
 
 
 def stored(folder: Path, name: str, kind: Any, damage: str = "") -> Checkpoint:
@@ -45,7 +45,7 @@ def plan_of(name: str, form: str) -> Plan:
     return make_cuda_plan(model, work, default_tiling(model, work, machine), machine, binary=b"")
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp16"])
+@pytest.mark.parametrize("form", list(TYPES))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_equal_to_the_long_way(
     name: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,7 +61,8 @@ def test_equal_to_the_long_way(
         return answer
 
     monkeypatch.setattr(packing, "straight", seen)
-    for kind, same in ((TYPES[form], True), (np.float32, False)):
+    other = np.float16 if form == "fp32" else np.float32
+    for kind, same in ((TYPES[form], True), (other, False)):
         checkpoint = stored(tmp_path / str(same), name, kind)
         want = pack(layout, checkpoint.tensor)
         assert not any(went)
@@ -72,13 +73,14 @@ def test_equal_to_the_long_way(
         went.clear()
 
 
-def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", list(TYPES))
+def test_what_is_not_finite_is_named(tmp_path: Path, form: str) -> None:
     """The last element of a matrix, by its name."""
     name = "qwen3, 24"
     damage = "model.layers.1.mlp.down_proj.weight"
-    checkpoint = stored(tmp_path / "m", name, TYPES["bf16"], damage)
+    checkpoint = stored(tmp_path / "m", name, TYPES[form], damage)
     with pytest.raises(UserError, match=f"weights of {damage} are not finite"):
-        pack(plan_of(name, "bf16").layout, checkpoint.tensor, raw=checkpoint.raw)
+        pack(plan_of(name, form).layout, checkpoint.tensor, raw=checkpoint.raw)
 
 
 def test_views_are_the_tensors(tmp_path: Path) -> None:

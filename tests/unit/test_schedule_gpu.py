@@ -52,10 +52,10 @@ def test_real_shapes_are_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     "work",
     [Workload(1, 512, WeightFormat.W4A16), Workload(2, 512, WeightFormat.W4A16, 32, True),
-     Workload(8, 512, WeightFormat.INT8)],
+     Workload(8, 512, WeightFormat.INT8), Workload(2, 512, WeightFormat.FP32)],
     ids=lambda w: f"{w.weights}, {w.group}, batch {w.batch}",
 )  # fmt: skip
-def test_narrow_weights_are_accepted(work: Workload) -> None:
+def test_other_weights_are_accepted(work: Workload) -> None:
     """Whole slabs, wider chunks in layers, a head of another format; no fault."""
     model = gpu_model("Qwen3-0.6B")
     tiling = default_tiling(model, work, H200)
@@ -70,7 +70,7 @@ def test_cuts_of_chunks_share_a_unit() -> None:
     rng = random.Random(0)
     for _ in range(60):
         name = rng.choice(list(GPU_SHAPES))
-        form = rng.choice([WeightFormat.BF16, WeightFormat.INT8, WeightFormat.W4A16])
+        form = rng.choice(list(WeightFormat))
         work = Workload(rng.choice((1, 2, 8)), 512, form)
         model = gpu_model(name)
         tiling = replace(default_tiling(model, work, H200), cuts=rng.choice((1, 2, 4, 8)))

@@ -8,16 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.gpu_schedules import bf16
 from tests.mega_models import Reference, config, random_tensors
 
 from obelisk.base.errors import InternalError
-from obelisk.schedule.gpu import EDGES, GpuTiling
+from obelisk.schedule.gpu import EDGES, GpuTiling, slabs_of
 from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.schedule.gpu_types import Copy, GpuSchedule, Poll
 from obelisk.schedule.gpu_vm import GpuMachine
 from obelisk.schedule.ir import Setting, schedule_of
-from obelisk.tasks import parse_config
+from obelisk.tasks import WeightFormat, Workload, parse_config
 
 TILINGS = (
     GpuTiling(3, chunk_cols=32, stages=5, in_flight=2, warps=2, kv_pieces=2, rotate=1, o_split=2),
@@ -33,10 +32,15 @@ FAMILIES = {
 }
 
 
-def made(family: str, tiling: GpuTiling, batch: int = 2) -> tuple[GpuSchedule, dict, dict]:
+def made(
+    family: str, tiling: GpuTiling, batch: int = 2, form: WeightFormat = WeightFormat.BF16
+) -> tuple[GpuSchedule, dict, dict]:
     """A schedule of a small model, its configuration and its tensors."""
     c = config(family, head_dim=16, **FAMILIES[family])
-    step = GpuStep(parse_config(c), bf16(batch, 16), tiling)
+    work = Workload(batch, 16, form)
+    _, slab, head = slabs_of(work)
+    tiling = replace(tiling, slab_bytes=slab, head_bytes=head)
+    step = GpuStep(parse_config(c), work, tiling)
     return schedule_of(Setting(step)), c, random_tensors(c, seed=3)
 
 
@@ -52,6 +56,21 @@ def test_logits_and_tokens_equal_a_reference(family: str, number: int) -> None:
         want = np.stack([r.step(t) for r, t in zip(references, tokens, strict=True)])
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
         assert (machine.tokens == want.argmax(1)).all()  # every block chose the same
+
+
+def test_values_of_32_bits_have_words_of_their_own() -> None:
+    """Pieces of attention and the MLP take twice the words of 16-bit ones; the same logits."""
+    wide, c, tensors = made("qwen3", TILINGS[1], form=WeightFormat.FP32)
+    narrow, *_ = made("qwen3", TILINGS[1])
+    assert wide.step.widths["up"] == 2 * narrow.step.widths["up"]
+    assert wide.step.widths["attend"] > narrow.step.widths["attend"]
+    machine, other = (GpuMachine(s, tensors.__getitem__) for s in (wide, narrow))
+    references = [Reference(c, tensors) for _ in range(2)]
+    for tokens in ((3, 7), (1, 1), (50, 2)):
+        got = machine.step_once(tokens)
+        assert np.array_equal(got, other.step_once(tokens))
+        want = np.stack([r.step(t) for r, t in zip(references, tokens, strict=True)])
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
 def test_the_order_of_blocks_changes_nothing() -> None:

@@ -25,7 +25,7 @@ from obelisk.schedule.gpu_search import best_turn, bound, micro_costs, search_gp
 from obelisk.schedule.gpu_simulate import busiest, simulate_gpu
 from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.schedule.ir import Setting, schedule_of
-from obelisk.tasks import Workload
+from obelisk.tasks import WeightFormat, Workload
 
 H200, ADA = find("h200"), find("sm_89")
 CARDS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
@@ -258,8 +258,19 @@ def test_a_search_without_time_still_answers() -> None:
     best, account = search_gpu(model, bf16(), ADA, keep=2, judged=0, seconds=0.0)
     assert best[0].tiling == default_tiling(model, bf16(), ADA)
     assert not account.finished
-    with pytest.raises(Infeasible, match="int8, w4a16, not fp32"):
-        search_gpu(model, Workload(), ADA)
+
+
+def test_fp32_weights_take_twice_the_bytes_and_time() -> None:
+    """Slabs of 4 bytes, and a step that the stream decides: in 99 KB, too."""
+    model = gpu_model("Llama-3.2-1B")
+    for machine in (H200, ADA):
+        us = []
+        for form in (WeightFormat.BF16, WeightFormat.FP32):
+            work = Workload(1, 512, form)
+            best, _ = search_gpu(model, work, machine, keep=1, judged=1, limit=4)
+            us.append(best[0].timeline.seconds)
+            assert best[0].tiling.slab_bytes == 16 * 32 * work.weight_bytes
+        assert 1.8 < us[1] / us[0] < 2.1
 
 
 def test_more_context_is_cut_into_more_pieces() -> None:

@@ -30,8 +30,8 @@ from obelisk.tasks import ModelConfig, Operator, TaskKind
 Array = Any
 COMPILE_SECONDS = 300.0
 # Of a result's largest element. Inputs of products and results of attention and the MLP have 16
-# bits: 8 of them significant (bf16) or 11, and the last of every eighth is a mark.
-TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3}
+# bits: 8 of them significant (bf16) or 11, and the last of every eighth is a mark; or 23 (fp32).
+TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-5}
 _FROM = {  # a meaning's value, and the kind of operator that it is told as, by the operator
     TaskKind.QKV_ROWS: "raw", TaskKind.ATTEND: "attn", TaskKind.O: "x", TaskKind.UP: "act",
     TaskKind.DOWN: "x", TaskKind.HEAD: "logits",
@@ -62,11 +62,13 @@ class Recorded:
         self.session, self.plan = session, session.plan
         self.model = ModelConfig.from_json(self.plan.model)
         self.tiling = tiling_of(self.plan)
-        self.kind = ml_dtypes.bfloat16 if self.plan.cache.format == "bf16" else np.float16
+        form = self.plan.cache.format
+        self.kind: Any = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}.get(form, np.uint32)
+        self.bits = ~np.uint32(1 if form == "fp32" else 7)  # of a number, without its mark
 
     def _read(self, name: str, layer: int, shape: tuple[int, ...], kind: Any = np.uint32) -> Array:
         found = self.session.exchanged_values(name, layer, (self.plan.batch, *shape), kind)
-        return (found & ~np.uint32(7)).view(np.float32) if kind is np.uint32 else found
+        return (found & self.bits).view(np.float32) if kind is np.uint32 else found
 
     def _parts(self, name: str, layer: int, buffers: int = 1) -> Array:
         """The residual stream, from the parts that its readers add up."""
@@ -74,7 +76,7 @@ class Recorded:
         shape = (buffers * split * self.plan.batch, rows)
         found = self.session.exchanged_values(name, layer, shape, np.uint32)
         words = found.reshape(buffers, split, self.plan.batch, rows)[layer % buffers]
-        return (words & ~np.uint32(7)).view(np.float32).sum(0, np.float32)[:, : self.model.hidden]
+        return (words & self.bits).view(np.float32).sum(0, np.float32)[:, : self.model.hidden]
 
     def _attention(self, layer: int) -> Array:
         """Pieces, joined by their masses (the logarithms to base 2 of sums of exponentials)."""

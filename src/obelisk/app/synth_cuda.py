@@ -49,6 +49,8 @@ SPILLED = 160  # bytes a thread: a few words that a compiler keeps outside the l
 SEARCH_SECONDS = 30.0
 PROFILE_STEPS, PROFILE_LAUNCHES = 32, 5
 TOLERANCE = 0.1  # of the largest: inputs of products are rounded to 16 bits in every layer
+TOLERANCE_FP32 = 1e-4  # where nothing is rounded to fewer than 23 bits
+CACHES = {WeightFormat.BF16: "bf16", WeightFormat.FP32: "fp32"}  # keys and values; others: fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def make_cuda_plan(
         layout=emitted.layout,
         cache=CacheLayout(
             model.layers, work.batch, model.kv_heads, work.context, model.head_dim,
-            "bf16" if work.weights is WeightFormat.BF16 else "fp16",
+            CACHES.get(work.weights, "fp16"),
         ),
         scratch_bytes=emitted.exchanged,
         frequencies=tuple(float(f) for f in inverse_frequencies(model.rope, model.head_dim)),
@@ -311,7 +313,8 @@ def _on_device(
     listener.update("judge", {"schedule": plan.schedule["tiling"]})
     session = CudaSession(plan, arena)
     means = stored(layout, weights.tensor, weights.grouped, weights.rows)
-    judged = judge_plan(session, means, TOLERANCE)
+    most = TOLERANCE_FP32 if work.weights is WeightFormat.FP32 else TOLERANCE
+    judged = judge_plan(session, means, most)
     session.close()
     measured = {
         "step_seconds": seconds, "position": work.context // 2, "batch": work.batch,

@@ -21,7 +21,12 @@ lanes read the A operand of two steps of m16n8k16: of row 8 h + g, column 8 q + 
 
     256 s + 8 (4 g + q) + 4 t + 2 h + e            (lane 4 g + q, step s, register 2 t + h)
 
-int8 then takes a byte of sign and seven bits of size for each: with w = 4 (4 g + q) + 2 s + h and
+fp32 with `fragments` is for lanes that multiply by themselves, with 4 columns of 4 rows each: of
+row 8 h + 2 g + p, column 4 q + e, at
+
+    128 (2 h + p) + 4 (8 g + q) + e                (lane 8 g + q, load 2 h + p)
+
+int8 takes a byte of sign and seven bits of size for each: with w = 4 (4 g + q) + 2 s + h and
 
     bit 15 + 16 e of word w: the sign for t = 0, bits 16 e to 16 e + 6 the size
     bit 7 + 16 (1 - e): the sign for t = 1, bits 8 + 16 e to 14 + 16 e the size
@@ -88,7 +93,7 @@ class MatrixLayout:
         group: w4a16 alone: columns that share a scale; else 0.
         zero_offset: w4a16 alone: bytes to its uint8 zeros (with `fragments` from the start of a
             slab); -1: every zero is 8.
-        fragments: whether each block of 16 by 32 is stored as tensor cores read it.
+        fragments: whether each block of 16 by 32 is stored as a warp's lanes multiply it.
     """
 
     name: str

@@ -27,6 +27,7 @@ from obelisk.runtime.session import REASONS, Sampling, Session, Slot, SlotRun
 
 Array = Any
 SLOTS = 8
+CACHES: dict[str, Any] = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 PREFILL_FROM = 32  # tokens: from there on, unpacking the weights once costs less than steps
 IMPORT_SECONDS = 6.0  # of torch and its libraries, where nothing has imported it yet
 STEP_SECONDS = 1e-3  # of a plan that was not measured
@@ -182,6 +183,10 @@ class CudaSession(Session):
             for layer in range(self.plan.layout.layers):
                 mark, use = (layer + 1) & 7, (layer + 1) & 1
                 words[:] = mark ^ 7 | (use ^ 1) << 16
+                if self.plan.cache.format == "fp32":  # bit 0 alone; of `down` by the buffer's uses
+                    words[:] = use ^ 1
+                    at, end = (self.how["places"][x] // 4 for x in ("down", "act"))
+                    words[at:end] = layer // 2 & 1
                 self.device.upload(self.exchanged + layer * self.apart, words)
 
     def exchanged_values(self, name: str, layer: int, shape: tuple[int, ...], kind: Any) -> Array:
@@ -220,7 +225,7 @@ class CudaSession(Session):
     def cached(self, count: int) -> tuple[Array, Array]:
         """As `Session.cached`."""
         c = self.plan.cache
-        kind = np.dtype(ml_dtypes.bfloat16 if c.format == "bf16" else np.float16)
+        kind = np.dtype(CACHES[c.format])
         out = np.empty((2, c.layers * c.slots * c.kv_heads, count, c.head_dim), np.float32)
         each = c.context * c.head_dim * kind.itemsize
         for rows, base in zip(out, (self.key_memory, self.value_memory), strict=True):
@@ -335,7 +340,7 @@ class CudaSession(Session):
             call.trace, call.traced = trace, traced
             self.kernel_seconds = self.kernel.run(call)
             self.tag += count * self.how["tags"]
-            self.uses = (self.uses + count * self.plan.layout.layers) % 2
+            self.uses = (self.uses + count) % 2  # steps: the kernel wants to know even or odd
             fault = device.download(self.small, (_FAULT,), np.uint32)
             if fault[0]:
                 self._forget()

@@ -117,7 +117,9 @@ def _panels(w: Array, m: MatrixLayout, cols: int) -> Array:
 def panels(w: Array, m: MatrixLayout) -> Array:
     """A matrix of a plain format (one element for each weight) as stored."""
     plain = _panels(w, m, m.cols_padded)
-    return fragments(plain) if m.fragments else plain
+    if not m.fragments:
+        return plain
+    return wide_fragments(plain) if m.format == "fp32" else fragments(plain)
 
 
 def fragments(x: Array) -> Array:
@@ -125,6 +127,12 @@ def fragments(x: Array) -> Array:
     cut = x.reshape(-1, 2, 8, 4, 2, 2, 2)  # block, h, g, q, s, t, e
     turned = cut.transpose(0, 4, 2, 3, 5, 1, 6)  # block, s, g, q, t, h, e
     return np.ascontiguousarray(turned).reshape(*x.shape[:-2], 512)
+
+
+def wide_fragments(x: Array) -> Array:
+    """Blocks (..., 16, 32) of fp32 in the order of `MatrixLayout.fragments`, (..., 512)."""
+    cut = x.reshape(-1, 2, 4, 2, 8, 4)  # block, h, g, p, q, e
+    return np.ascontiguousarray(cut.transpose(0, 1, 3, 2, 4, 5)).reshape(*x.shape[:-2], 512)
 
 
 def signed_fragments(q: Array, m: MatrixLayout) -> Array:

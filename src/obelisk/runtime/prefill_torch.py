@@ -4,14 +4,16 @@ Takes a plan and tensors over its arena, key-value cache and rotary tables, wher
 (on a device; the tests have them in host memory); writes the keys and values of a prompt's
 positions in place. Numbers are rounded where the kernel rounds them: inputs of products, keys and
 values to 16 bits; sums, norms and the residual stream are fp32. Queries and probabilities, which
-the kernel keeps as two numbers, are 16 bits here. The weights of a layer are unpacked once for each
+the kernel keeps as two numbers, are 16 bits here. With fp32 weights nothing is rounded, and torch
+is kept from doing it (TF32). The weights of a layer are unpacked once for each
 block of tokens; the model is never held twice. It imports torch: a session imports it when a prompt
 is long enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,10 +31,25 @@ OutOfMemory = torch.cuda.OutOfMemoryError
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """x @ w^T of 16-bit numbers with fp32 sums, float32."""
-    if x.is_cuda:
+    """x @ w^T of 16-bit numbers with fp32 sums, or of fp32 ones; float32."""
+    if x.is_cuda and x.dtype is not torch.float32:
         return torch.mm(x, w.t(), out_dtype=torch.float32)
     return x.float() @ w.float().t()
+
+
+@contextmanager
+def unrounded() -> Iterator[None]:
+    """Torch's products of fp32 in fp32, whatever it was told of TF32 and is told again after."""
+    matmul = torch.backends.cuda.matmul
+    name, off = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else (
+        "allow_tf32", False
+    )  # fmt: skip
+    before = getattr(matmul, name)
+    setattr(matmul, name, off)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
 
 
 class TorchPrefill:
@@ -128,7 +145,7 @@ class TorchPrefill:
         gain = self._vector(name, layer)
         assert gain is not None
         gained, root = x * gain, self._root(x)
-        if self.type is torch.bfloat16:
+        if self.type is not torch.float16:
             return gained.to(self.type), root
         return (gained * root).to(self.type), None
 
@@ -218,6 +235,7 @@ class TorchPrefill:
                 self.block //= 4
             torch.cuda.empty_cache()  # outside the handler, whose frames hold tensors
 
+    @unrounded()
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _run(self, segments: Sequence[Segment]) -> None:
         device = self.arena.device

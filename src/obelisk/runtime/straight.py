@@ -1,4 +1,4 @@
-"""16-bit weights from a checkpoint of the same type into a plan's fragments, as they are stored.
+"""Weights from a checkpoint of the same type into a plan's fragments, as they are stored.
 
 Nothing is rounded, so nothing is widened: each element is moved once, from the file's pages to its
 place. Takes a `MatrixLayout` and tensors as the files hold them; writes into an arena. Threads may
@@ -17,8 +17,9 @@ from obelisk.plan.layout import MatrixLayout, RowBlock
 
 Array = Any
 Raw = Callable[[str], Array | None]
-TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # numpy's names of the formats
-EXPONENT = {"bf16": 0x7F80, "fp16": 0x7C00}  # all ones: not finite
+TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # numpy's names of the formats
+BITS: dict[str, Any] = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.uint32}
+EXPONENT = {"bf16": 0x7F80, "fp16": 0x7C00, "fp32": 0x7F800000}  # all ones: not finite
 SLAB = 1024  # rows that are moved together: they stay in a core's cache
 
 
@@ -34,11 +35,11 @@ def _rows(blocks: Sequence[RowBlock], layer: int, raw: Raw, form: str) -> list[A
         found = [raw(name.format(layer=layer)) for name in b.tensors]
         if any(t is None or t.dtype.name != TYPES[form] for t in found):
             return None
-        parts = [t.view(np.uint16)[b.start : b.start + b.count] for t in found if t is not None]
+        parts = [t.view(BITS[form])[b.start : b.start + b.count] for t in found if t is not None]
         if len(parts) == 1 and not b.pad:
             out.append(parts[0])
             continue
-        full = np.zeros((b.rows, parts[0].shape[1]), np.uint16)
+        full = np.zeros((b.rows, parts[0].shape[1]), BITS[form])
         if len(parts) == 1:
             full[: b.count] = parts[0]
         else:
@@ -53,9 +54,14 @@ def _rows(blocks: Sequence[RowBlock], layer: int, raw: Raw, form: str) -> list[A
 
 
 def _fragments(rows: Array, to: Array) -> None:
-    """Rows (a multiple of 16, whole columns) into tiles (.., column blocks, s, g, q, t, h)."""
-    cut = rows.view(np.uint32).reshape(-1, 2, 8, rows.shape[1] // 32, 4, 2, 2)
-    to[:] = cut.transpose(0, 3, 5, 2, 4, 6, 1)
+    """Rows (a multiple of 16, whole columns) into tiles (.., column blocks, 512 elements)."""
+    blocks = rows.shape[1] // 32
+    if rows.dtype == np.uint32:
+        cut = rows.reshape(-1, 2, 4, 2, blocks, 8, 4)  # tile, h, g, p, block, q, e
+        to.reshape(-1, blocks, 2, 2, 4, 8, 4)[:] = cut.transpose(0, 4, 1, 3, 2, 5, 6)
+        return
+    pairs = rows.view(np.uint32).reshape(-1, 2, 8, blocks, 4, 2, 2)  # tile, h, g, block, q, s, t
+    to.view(np.uint32).reshape(-1, blocks, 2, 8, 4, 2, 2)[:] = pairs.transpose(0, 3, 5, 2, 4, 6, 1)
 
 
 def straight(arena: Array, base: int, m: MatrixLayout, layer: int, raw: Raw) -> bool:
@@ -69,9 +75,10 @@ def straight(arena: Array, base: int, m: MatrixLayout, layer: int, raw: Raw) -> 
     if parts is None:
         return False
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    stored = arena[base + m.offset :][: m.nbytes].view(np.uint32)
-    tiles = stored.reshape(m.rows // m.panel, m.cols_padded // m.lanes, 2, 8, 4, 2, 2)
-    mask = np.uint16(EXPONENT[m.format])
+    kind = BITS[m.format]
+    stored = arena[base + m.offset :][: m.nbytes].view(kind)
+    tiles = stored.reshape(m.rows // m.panel, m.cols_padded // m.lanes, m.panel * m.lanes)
+    mask = kind(EXPONENT[m.format])
     for first in range(0, m.rows, SLAB):
         part, count = rows[first : first + SLAB], min(SLAB, m.rows - first)
         if ((part & mask) == mask).any():
@@ -79,7 +86,7 @@ def straight(arena: Array, base: int, m: MatrixLayout, layer: int, raw: Raw) -> 
                 f"weights of {m.blocks[0].tensors[0].format(layer=layer)} are not finite"
             )
         if part.shape != (count, m.cols_padded) or not part.flags.c_contiguous:
-            full = np.zeros((count, m.cols_padded), np.uint16)
+            full = np.zeros((count, m.cols_padded), kind)
             full[: part.shape[0], : part.shape[1]] = part
             part = full
         _fragments(part, tiles[first // m.panel : (first + count) // m.panel])

@@ -22,7 +22,8 @@ Tensor = Any
 # The digits of an element's place in a block of 16 rows by 32 columns (`MatrixLayout.fragments`):
 # s, g, q, t, h of row 8 h + g and columns 8 q + 4 s + 2 t, + 1, which move as one 32-bit word.
 DIGITS = (2, 8, 4, 2, 2)
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WIDE = (2, 2, 4, 8, 4)  # of fp32: h, p, g, q, e of row 8 h + 2 g + p and column 4 q + e
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,17 @@ def _pairs(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
 def _sixteen(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
     turned, kind = _pairs(arena, base, m).permute(0, 6, 3, 1, 4, 2, 5), TYPES[m.format]
     return lambda: Weight(_true(turned.reshape(m.rows, -1).view(kind), m))
+
+
+def _whole(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
+    """fp32 weights: (tiles of rows, blocks of columns, h, p, g, q, e)."""
+    stored = arena[base + m.offset : base + m.offset + m.nbytes].view(torch.float32)
+    return stored.view(m.rows // m.panel, m.cols_padded // m.lanes, *WIDE)
+
+
+def _thirty_two(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
+    turned = _whole(arena, base, m).permute(0, 2, 4, 3, 1, 5, 6)
+    return lambda: Weight(_true(turned.reshape(m.rows, -1), m))
 
 
 def _bytes(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
@@ -110,7 +122,7 @@ def _four(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
 
 
 READERS: dict[str, Callable[[Tensor, int, MatrixLayout], Reader]] = {
-    "bf16": _sixteen, "fp16": _sixteen, "int8": _eight, "w4a16": _four,
+    "fp32": _thirty_two, "bf16": _sixteen, "fp16": _sixteen, "int8": _eight, "w4a16": _four,
 }  # fmt: skip
 
 
@@ -137,6 +149,10 @@ def rows_of(arena: Tensor, base: int, m: MatrixLayout, which: Tensor) -> Tensor:
         # rows, blocks, q, s, e, t
         level = found.permute(0, 1, 2, 3, 5, 4).reshape(len(which), -1)[:, : m.cols]
         return level.float() * _scales(arena, base, m)[which, None]
+    if m.format == "fp32":
+        # rows, blocks, q, e
+        whole = _whole(arena, base, m)[(*at, row // 8, row % 2, row % 8 // 2)]
+        return whole.reshape(len(which), -1)[:, : m.cols].contiguous()
     words = _pairs(arena, base, m)[(*at, slice(None), row % 8, slice(None), slice(None), row // 8)]
     # rows, blocks, s, q, t
     stored = words.permute(0, 1, 3, 2, 4).reshape(len(which), -1).view(TYPES[m.format])

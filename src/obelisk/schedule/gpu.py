@@ -25,9 +25,10 @@ from obelisk.tasks.workload import WeightFormat, Workload
 
 K_BLOCK = 32  # columns that a lane's 16-byte load of inputs covers: two steps of m16n8k16
 TILE_ROWS = 16  # the m of m16n8k16: weight rows are its rows, slots its columns
-WEIGHT_BYTES = 2  # of an input of a product, a key or a value: bf16 or fp16
+WEIGHT_BYTES = 2  # of an input of a product, a key or a value: bf16 or fp16 (`input_bytes`)
 FOUR_COLS = 128  # columns of a slab of 4-bit weights: a whole number of groups of any size
 MAX_HEADS = 8  # query heads that attention takes at a time: the n of m16n8k16
+HEAD_REGISTERS = 96  # of a lane, for keys, values and sums of fp32 attention: more are spilled
 MAX_STAGES = 64
 CUTS = (1, 2, 4, 8)  # parts of a chunk, each for one warp
 SLAB_COST, FLUSH_COST = 2.0, 12.0  # of 32 columns, and of handing sums over, in multiplications
@@ -74,7 +75,8 @@ class GpuTiling:
         in_flight_waiting: chunks that may be on their way while the block waits for others, whose
             values would come later behind more of them.
         staged: warps whose first 16 positions of the block's piece of the context are copied into
-            shared memory at the beginning of a layer; 0: read when attention begins.
+            shared memory at the beginning of a layer (16-bit keys and values); 0: read when
+            attention begins.
         held: a warp reads its first weights of a product into registers while the block waits for
             the inputs (16-bit weights, up to two slots). Not measured.
         mass_beside: pieces of attention and their masses are looked at in one loop, not one after
@@ -177,7 +179,7 @@ class SharedPlan:
     """Bytes of a block's shared memory, in the order in which they lie.
 
     Attributes:
-        inputs: the input rows of a product (16 bits an element), or what attention merges.
+        inputs: the input rows of a product (16 bits an element, or 32), or what attention merges.
         sums: partial sums of units whose chunks went to several warps.
         residual: the block's own rows of the residual stream, fp32.
         ring: slots of weights.
@@ -225,8 +227,13 @@ def slab_of(form: WeightFormat, group: int = 0, zeros: bool = False) -> tuple[in
     if form is WeightFormat.W4A16:
         numbers = TILE_ROWS * (FOUR_COLS // group)
         return FOUR_COLS, TILE_ROWS * FOUR_COLS // 2 + numbers * (3 if zeros else 2)
-    size = 1 if form is WeightFormat.INT8 else WEIGHT_BYTES  # fp32: no kernel has it
+    size = {WeightFormat.INT8: 1, WeightFormat.FP32: 4}.get(form, WEIGHT_BYTES)
     return K_BLOCK, TILE_ROWS * K_BLOCK * size
+
+
+def input_bytes(work: Workload) -> int:
+    """Bytes of an input of a product, of a key and of a value."""
+    return 4 if work.weights is WeightFormat.FP32 else WEIGHT_BYTES
 
 
 def weight_bits(t: GpuTiling) -> int:
@@ -241,11 +248,12 @@ def slabs_of(work: Workload) -> tuple[int, int, int]:
 
 def for_weights(t: GpuTiling, work: Workload) -> GpuTiling:
     """A tiling for a workload's weights, one slab to a chunk, and what suits them by default: whole
-    chunks for 16 bits, as measured; `cut_between` for narrower ones: more columns to a chunk.
+    chunks for 16 bits, as measured, and 32; `cut_between` for narrower ones: more columns to a
+    chunk.
     """
     cols, size, outer = slabs_of(work)
     t = replace(t, chunk_cols=cols, slab_cols=cols, slab_bytes=size, head_bytes=outer)
-    return t if weight_bits(t) == 8 * WEIGHT_BYTES else cut_between(t)
+    return t if weight_bits(t) >= 8 * WEIGHT_BYTES else cut_between(t)
 
 
 def cut_between(t: GpuTiling) -> GpuTiling:
@@ -267,25 +275,41 @@ def imbalance(tiles: int, split: int, blocks: int) -> float:
     return -(-units // blocks) * blocks / units
 
 
-def query_stride(head_dim: int) -> int:
-    """Bytes of a row of queries, or of staged keys: rows that are read together share no banks."""
+def query_stride(head_dim: int, size: int = WEIGHT_BYTES) -> int:
+    """Bytes of a row of queries, or of staged keys: rows that are read together share no banks (of
+    4 bytes an element: lanes read one row at a time).
+    """
+    if size == 4:
+        return 64 * sixteens(head_dim)
     blocks = -(-head_dim // K_BLOCK)
     return 64 * (blocks if blocks % 2 else blocks + 1)
 
 
-def head_chunk(group: int) -> int:
-    """Query heads that attention takes at a time."""
-    return min(group, MAX_HEADS)
+def sixteens(head_dim: int) -> int:
+    """Parts of 16 dimensions, of which a lane has four each in fp32."""
+    return -(-head_dim // 16)
 
 
-def attention_bytes(model: ModelConfig, warps: int) -> int:
-    """Shared memory of one item of attention: queries in two parts, the new key and value, and each
-    warp's sums.
+def head_chunk(model: ModelConfig, work: Workload) -> int:
+    """Query heads that attention takes at a time; in fp32 as many as leave registers for sums."""
+    most = MAX_HEADS
+    if input_bytes(work) == 4:
+        each = 4 * sixteens(model.head_dim)  # a key, a value, the sums of a head
+        most = max(1, min(most, HEAD_REGISTERS // each - 2))
+    return min(model.group, most)
+
+
+def attention_bytes(model: ModelConfig, work: Workload, warps: int) -> int:
+    """Shared memory of one item of attention: queries (16 bits: in two parts), the new key and
+    value, and each warp's sums.
     """
+    size, heads = input_bytes(work), head_chunk(model, work)
+    sums = 4 * warps * heads * (model.head_dim + 2)
+    stride = query_stride(model.head_dim, size)
+    if size == 4:
+        return (align(model.group, heads) + 2) * stride + sums
     blocks = -(-model.head_dim // K_BLOCK)
-    rows = align(model.group, MAX_HEADS)
-    sums = 4 * warps * head_chunk(model.group) * (model.head_dim + 2)
-    return 2 * rows * query_stride(model.head_dim) + 128 * blocks + sums
+    return 2 * align(model.group, MAX_HEADS) * stride + 128 * blocks + sums
 
 
 def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]:
@@ -328,8 +352,8 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     """What a tiling takes of a block's shared memory."""
     parts = [t.padded(model.hidden), t.padded(model.q_width) // t.o_split,
              t.padded(model.ffn) // t.down_split]  # fmt: skip
-    rows = work.batch * WEIGHT_BYTES * max(parts)
-    inputs = align(max(rows, attention_bytes(model, t.warps)), 128)
+    rows = work.batch * input_bytes(work) * max(parts)
+    inputs = align(max(rows, attention_bytes(model, work, t.warps)), 128)
     window = max(
         min(p.pieces, t.warps) * (t.stages // p.chunks + 2)
         for p in products(model, work.batch, t).values()
@@ -376,15 +400,19 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"chunks cut in {t.cuts}: expected one of {', '.join(map(str, CUTS))}"
     if not 0 <= t.staged <= t.warps:
         return f"{t.staged} warps with staged positions, there are {t.warps}"
+    if t.staged and input_bytes(work) != WEIGHT_BYTES:
+        return f"{t.staged} warps with staged positions: only 16-bit keys and values are staged"
     if t.bulk and not machine.has(Feature.BULK_COPY):
         return f"{machine.name} has no copy engine"
     return None
 
 
-def _split(rows: int, cols: int, blocks: int, unit: int, batch: int, room: int) -> int:
+def _split(rows: int, cols: int, blocks: int, work: Workload, room: int) -> int:
     """The fewest parts along K that balance the blocks and whose input rows fit in `room`."""
+    unit = slabs_of(work)[0]
     legal = legal_splits(cols, unit=unit)
-    fits = [s for s in legal if batch * WEIGHT_BYTES * align(cols, unit) // s <= room]
+    row = work.batch * input_bytes(work) * align(cols, unit)
+    fits = [s for s in legal if row // s <= room]
     choices = fits or [legal[-1]]
     tiles = tile_count(rows)
     for s in choices:
@@ -413,7 +441,7 @@ def with_staged(
 ) -> GpuTiling | None:
     """A tiling with the cache's positions copied ahead for as many warps as have some at half the
     context (with none, where it has some), its ring cut to what is left; None where that leaves no
-    ring.
+    ring, or where keys and values have 32 bits.
     """
     tiles = -(-piece_width(max(1, work.context // 2), t.kv_pieces) // TILE_ROWS)
     other = replace(t, staged=min(t.warps, tiles))
@@ -471,8 +499,8 @@ def default_tiling(
     cols = slabs_of(work)[0]
     t = GpuTiling(
         blocks=count,
-        o_split=_split(model.hidden, model.q_width, count, cols, work.batch, room),
-        down_split=_split(model.hidden, model.ffn, count, cols, work.batch, room),
+        o_split=_split(model.hidden, model.q_width, count, work, room),
+        down_split=_split(model.hidden, model.ffn, count, work, room),
         kv_pieces=max(1, min(8, count // groups)),
         bulk=bulk,
         loader_warps=1,

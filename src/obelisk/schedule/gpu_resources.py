@@ -15,9 +15,9 @@ from obelisk.plan.layout import align
 from obelisk.schedule.gpu import (
     K_BLOCK,
     TILE_ROWS,
-    WEIGHT_BYTES,
     GpuTiling,
     SharedPlan,
+    input_bytes,
     k_padded,
     refuse,
     shared_plan,
@@ -159,7 +159,8 @@ def fit(step: GpuStep, machine: Machine, fusion: Fusion = EMITTED) -> Fit:
     )  # fmt: skip
     resident = machine.cores * each
     total, read = weight_bytes(m, step.work)
-    cache = 2 * WEIGHT_BYTES * m.layers * step.batch * m.kv_heads * step.work.context * m.head_dim
+    cache = 2 * input_bytes(step.work) * m.layers * step.batch * m.kv_heads
+    cache *= step.work.context * m.head_dim
     words = 8 * sum(align(w, 16) for w in step.widths.values())
     limit, refusal = "", None
     if machine.kind is not MachineKind.CUDA:
@@ -220,7 +221,7 @@ def stage_rows(
         wide = k_padded(cols)
         for split in (1, 2, 4):
             part = k_padded(-(-wide // split))
-            inputs = work.batch * WEIGHT_BYTES * part  # the part's own columns of the input rows
+            inputs = work.batch * input_bytes(work) * part  # its own columns of the input rows
             stage = rows * part * size // (TILE_ROWS * slab)
             room = machine.shared_bytes - inputs
             peak = inputs + 2 * stage

@@ -66,7 +66,6 @@ FUSIONS = (
     EMITTED, Fusion(rope_apart=True), Fusion(combine_apart=True), Fusion(o_behind_attend=True),
     Fusion(down_behind_up=True),
 )  # fmt: skip
-FORMATS = (WeightFormat.BF16, WeightFormat.FP16, WeightFormat.INT8, WeightFormat.W4A16)
 SIMULATED = 160  # at most, without a budget of seconds
 SAVE_EVERY = 16
 TIE = 3e-3  # a difference that the simulator cannot tell
@@ -197,19 +196,21 @@ def space(
 # ---- bounds and costs ----
 @lru_cache(maxsize=256)
 def _micro(
-    chunk_cols: int, slab: tuple[int, int], warps: int, registers: int, small: ModelConfig
-) -> MicroCosts:
-    from obelisk.schedule.ir.micro import POSITIONS, chunk_cycles, span_of
+    chunk_cols: int, slab: tuple[int, int], warps: int, registers: int, small: ModelConfig,
+    work: Workload,
+) -> MicroCosts:  # fmt: skip
+    from obelisk.schedule.ir.micro import chunk_cycles, positions, span_of
     from obelisk.schedule.ir.passes import phases
     from obelisk.schedule.ir.pipeline import Setting, run
 
     tiling = GpuTiling(
         1, chunk_cols=chunk_cols, warps=warps, kv_pieces=1, slab_cols=slab[0], slab_bytes=slab[1]
     )
-    setting = Setting(GpuStep(small, Workload(), tiling), registers=registers)
+    step = GpuStep(small, work, tiling)
+    setting = Setting(step, registers=registers)
     found = {p.phase.data: p for p, _ in phases(run(setting, until="order"))}
     chunk = max(chunk_cycles(found[name], warps) for name in ("qkv", "up"))
-    return MicroCosts(chunk, span_of(found["attend"]), POSITIONS)
+    return MicroCosts(chunk, span_of(found["attend"]), positions(step))
 
 
 def micro_costs(step: GpuStep, registers: int) -> MicroCosts:
@@ -220,9 +221,11 @@ def micro_costs(step: GpuStep, registers: int) -> MicroCosts:
     """
     group = step.model.group
     small = replace(step.model, layers=1, hidden=64, ffn=64, vocab=64, kv_heads=1, heads=group)
+    slots = step.batch if step.work.weights is WeightFormat.FP32 else 1  # tensor cores take eight
+    work = Workload(slots, 1, step.work.weights)
     try:
         t = step.tiling
-        return _micro(t.chunk_cols, (t.slab_cols, t.slab_bytes), t.warps, registers, small)
+        return _micro(t.chunk_cols, (t.slab_cols, t.slab_bytes), t.warps, registers, small, work)
     except ImportError as error:
         raise MissingDependency(f"GPU schedules need xdsl: pip install xdsl ({error})") from None
 
@@ -502,9 +505,6 @@ def search_gpu(
     checkpoint that is not possible, `MissingDependency` without xDSL.
     """
     work.check(model)
-    if work.weights not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise Infeasible(f"GPU schedules are for weights as {known}, not {work.weights}")
     listener = progress or Silent()
     start = time.monotonic()
     grid = min(machine.cores if blocks is None else blocks, up_tiles(model))

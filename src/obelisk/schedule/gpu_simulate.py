@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from obelisk.machine import Machine
-from obelisk.schedule.gpu import head_chunk
+from obelisk.schedule.gpu import head_chunk, input_bytes
 from obelisk.schedule.gpu_choice import EMITTED, Fusion
 from obelisk.schedule.gpu_tasks import GpuKind, GpuStep
 
@@ -286,8 +286,8 @@ def _attend_seconds(step: GpuStep, at: _At) -> float:
     m, t, costs = step.model, step.tiling, at.costs
     piece = -(-at.position // t.kv_pieces)
     rows = 8.0 * step.batch * (m.group + 2) * m.head_dim / costs.exchange
-    cache = 4.0 * piece * m.head_dim * t.blocks / costs.stream  # 16-bit keys and values
-    turns = -(-piece // (t.warps * at.positions)) * -(-m.group // head_chunk(m.group))
+    cache = 2.0 * input_bytes(step.work) * piece * m.head_dim * t.blocks / costs.stream
+    turns = -(-piece // (t.warps * at.positions)) * -(-m.group // head_chunk(m, step.work))
     work = turns * at.attend_seconds
     # Queries are looked at when the cache has arrived, and multiplied then: nothing overlaps.
     return FILL_LATENCY + rows + 2 * costs.latency + cache + work

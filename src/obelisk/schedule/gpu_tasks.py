@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from obelisk.schedule.gpu import K_BLOCK, GpuTiling, tile_count, up_tiles
+from obelisk.schedule.gpu import K_BLOCK, GpuTiling, input_bytes, tile_count, up_tiles
 from obelisk.tasks.config import ModelConfig
 from obelisk.tasks.kinds import Region
 from obelisk.tasks.workload import Workload
@@ -121,11 +121,14 @@ class GpuStep:
         return cols // t.slab_cols * t.slab_bytes
 
     @property
+    def packed(self) -> int:
+        """Values of attention, or of the MLP, in a word: two of 16 bits, or one of fp32."""
+        return 4 // input_bytes(self.work)
+
+    @property
     def cell_width(self) -> int:
-        """Words of one piece of attention: pairs of sums, then the log of the mass, of each
-        head.
-        """
-        return self.model.group * (self.model.head_dim // 2 + 2)
+        """Words of one piece of attention: sums, then the log of the mass, of each head."""
+        return self.model.group * (self.model.head_dim // self.packed + 2)
 
     def cell(self, index: int) -> tuple[int, int, int]:
         """Slot, head group and piece of a cell of attention."""
@@ -141,7 +144,8 @@ class GpuStep:
         r, u, b = self.tiling.rows * self.batch, self.units, self.batch
         return MappingProxyType({
             "qkv": r * u[GpuKind.QKV], "attend": self.cell_width * u[GpuKind.ATTEND],
-            "o": r * u[GpuKind.O], "up": r // 4 * u[GpuKind.UP], "down": r * u[GpuKind.DOWN],
+            "o": r * u[GpuKind.O], "up": r // (2 * self.packed) * u[GpuKind.UP],
+            "down": r * u[GpuKind.DOWN],
             "head": 2 * b * self.tiling.blocks,
         })  # fmt: skip
 
@@ -170,7 +174,7 @@ def _whole(s: GpuStep, value: str, layer: int) -> Region:
 
 
 def _rows(s: GpuStep, t: GpuTask, value: str) -> Region:
-    r = s.batch * (s.tiling.rows // 4 if value == "up" else s.tiling.rows)
+    r = s.batch * (s.tiling.rows // (2 * s.packed) if value == "up" else s.tiling.rows)
     return Region(value, r * t.lo, r * t.hi, layer=t.layer)
 
 
@@ -215,7 +219,7 @@ def _o_reads(s: GpuStep, t: GpuTask, core: int) -> tuple[Region, ...]:
 
 
 def _down_reads(s: GpuStep, t: GpuTask, core: int) -> tuple[Region, ...]:
-    wide, end = s.batch * s.columns(GpuKind.DOWN) // 2, s.widths["up"]
+    wide, end = s.batch * s.columns(GpuKind.DOWN) // s.packed, s.widths["up"]
     parts = sorted(_parts(s, t))
     cut = [Region("up", min(end, p * wide), min(end, (p + 1) * wide), layer=t.layer) for p in parts]
     return (*(r for r in cut if r.lo < r.hi), private("x", core))

@@ -311,8 +311,9 @@ class GpuMachine:
         if low <= n < high:
             self.keys[layer, slot, g, n] = self._head(rows[-2:-1], "k", layer, n)[0]
             self.values[layer, slot, g, n] = rows[-1]
-        out = np.zeros((m.group, d // 2 + 2, 2))
-        out[:, d // 2] = -np.inf
+        sums = d // s.packed  # words
+        out = np.zeros((m.group, sums + 2, 2))
+        out[:, sums] = -np.inf
         if low < high:
             q = self._head(rows[: m.group], "q", layer, n)
             scores = q @ self.keys[layer, slot, g, low:high].T / np.sqrt(d)
@@ -320,8 +321,8 @@ class GpuMachine:
             weight = np.exp(scores - most)
             mass = weight.sum(1, keepdims=True)
             mean = weight @ self.values[layer, slot, g, low:high] / mass
-            out[:, : d // 2] = mean.reshape(m.group, d // 2, 2)
-            out[:, d // 2] = most + np.log(mass)
+            out[:, :sums, : s.packed] = mean.reshape(m.group, sums, s.packed)
+            out[:, sums] = most + np.log(mass)
         self.put("attend", layer, s.cell_width * cell, out.reshape(-1, 2))
 
     def _attention(self, layer: int, part: int) -> Array:
@@ -336,9 +337,10 @@ class GpuMachine:
                     continue
                 at = s.cell_width * pieces * (slot * m.kv_heads + g)
                 cells = self.get("attend", layer, at, at + s.cell_width * pieces)
-                cells = cells.reshape(pieces, m.group, d // 2 + 2, 2)
-                mean = cells[:, :, : d // 2].reshape(pieces, m.group, d)
-                mass = cells[:, :, d // 2, 0]
+                sums = d // s.packed
+                cells = cells.reshape(pieces, m.group, sums + 2, 2)
+                mean = cells[:, :, :sums, : s.packed].reshape(pieces, m.group, d)
+                mass = cells[:, :, sums, 0]
                 share = np.exp(mass - mass.max(0))[:, :, None]
                 out[slot, g * each : (g + 1) * each] = (
                     (np.where(share > 0, share * mean, 0.0)).sum(0) / share.sum(0)
@@ -349,11 +351,12 @@ class GpuMachine:
         """The inputs of a part of the down projection."""
         s = self.step
         wide, b = s.columns(GpuKind.DOWN), s.batch
-        per = s.tiling.rows // 4  # words of a slot in a tile
-        low, high = b * part * wide // 2, min(s.widths["up"], b * (part + 1) * wide // 2)
+        per = s.tiling.rows // 2  # values of a slot in a tile
+        low, high = (b * p * wide // s.packed for p in (part, part + 1))
+        high = min(s.widths["up"], high)
         out = np.zeros((b, wide))
         if low < high:
-            words = self.get("up", layer, low, high).reshape(-1, b, per * 2)
+            words = self.get("up", layer, low, high)[:, : s.packed].reshape(-1, b, per)
             got = words.transpose(1, 0, 2).reshape(b, -1)
             out[:, : got.shape[1]] = got
         return out
@@ -389,7 +392,8 @@ class GpuMachine:
             sums = sums + bias[r * task.lo : r * task.hi].reshape(-1, 1, r)
         gate, up = sums[:, :, 0::2], sums[:, :, 1::2]
         act = gate / (1.0 + np.exp(-gate)) * up  # (units, slots, rows / 2)
-        self.put("up", task.layer, s.batch * r // 4 * task.lo, act.reshape(-1, 2))
+        words = act.reshape(-1, 2) if s.packed == 2 else act.reshape(-1)
+        self.put("up", task.layer, s.batch * r // (2 * s.packed) * task.lo, words)
 
     # ---- steps ----
     def step_once(self, tokens: Sequence[int]) -> Array:

@@ -20,13 +20,14 @@ from obelisk.base.errors import Infeasible, InternalError, UserError
 from obelisk.machine import Machine
 from obelisk.mega.cuda.flow import check_flow
 from obelisk.mega.cuda.layout import cuda_layout
-from obelisk.plan.layout import WeightLayout, align
+from obelisk.plan.layout import BITS, WeightLayout, align
 from obelisk.schedule.gpu import (
     EDGES,
     TILE_ROWS,
     GpuTiling,
     SharedPlan,
     head_chunk,
+    input_bytes,
     products,
     refuse,
     shared_plan,
@@ -41,7 +42,10 @@ SPANS = (
     "head",
 )  # fmt: skip
 WAITS = (*EDGES, "token", "step")
-TEXTS = ("base.cuh", "weights.cuh", "ring.cuh", "fill.cuh", "attend.cuh", "sample.cuh", "step.cuh")
+TEXTS = (
+    "base.cuh", "weights.cuh", "weights32.cuh", "ring.cuh", "fill.cuh", "attend32.cuh",
+    "attend.cuh", "sample.cuh", "step.cuh",
+)  # fmt: skip
 ONCE = ("best", "token", "logits")  # exchanged once a step, behind what every layer exchanges
 SLOTS = 8
 LOG2E = 1.4426950408889634
@@ -100,14 +104,14 @@ def shares(model: ModelConfig, t: GpuTiling) -> dict[str, tuple[int, ...]]:
 
 def _places(model: ModelConfig, work: Workload, t: GpuTiling) -> tuple[dict[str, int], int]:
     """Where each exchanged value begins, in bytes, and how many there are in all."""
-    b, rows = work.batch, align(model.hidden, TILE_ROWS)
+    b, rows, each = work.batch, align(model.hidden, TILE_ROWS), input_bytes(work)
     sizes = {
         "qkv": 4 * b * (model.heads + 2 * model.kv_heads) * model.head_dim,
-        "part": 2 * b * model.heads * t.kv_pieces * model.head_dim,
+        "part": each * b * model.heads * t.kv_pieces * model.head_dim,
         "mass": 4 * b * model.heads * align(t.kv_pieces, 4),
         "o": 4 * t.o_split * b * rows,
         "down": 8 * t.down_split * b * rows,
-        "act": 2 * b * t.padded(model.ffn),
+        "act": each * b * t.padded(model.ffn),
         "best": 16 * b * t.blocks,
         "token": 16 * b,
         "logits": 8 * b * tile_count(model.vocab) * TILE_ROWS,
@@ -186,9 +190,10 @@ def _weights(layout: WeightLayout) -> dict[str, int]:
 
 def _formats(work: Workload) -> dict[str, int]:
     """How the layers' matrices and the outer ones are read: see runtime/weights.cuh."""
-    four, one = work.weights is WeightFormat.W4A16, work.weights is WeightFormat.INT8
+    four, wide = work.weights is WeightFormat.W4A16, work.weights is WeightFormat.FP32
     return {
-        "BITS": 4 if four else 8 if one else 16, "OUTER_BITS": 8 if one else 16,
+        "BITS": BITS[work.weights], "OUTER_BITS": BITS[work.weights.outer],
+        "FP32": int(wide), "IN": input_bytes(work), "MARKS": 1 if wide else 7,
         "SCALED": work.group if four else 128, "ZEROS": int(four and work.zeros),
     }  # fmt: skip
 
@@ -223,7 +228,7 @@ def _defines(
         "QKV_TILES": tile_count((model.heads + 2 * model.kv_heads) * model.head_dim),
         "UP_TILES": up_tiles(model), "VOCAB": model.vocab,
         "VOCAB_TILES": tile_count(model.vocab), "HEADS": model.heads,
-        "KV_HEADS": model.kv_heads, "GROUP": model.group, "HEADS_AT": head_chunk(model.group),
+        "KV_HEADS": model.kv_heads, "GROUP": model.group, "HEADS_AT": head_chunk(model, work),
         "HEAD_DIM": model.head_dim, "CONTEXT": work.context, "EPS": f"{model.eps!r}f",
         "SCALE": f"{model.head_dim**-0.5 * LOG2E!r}f", "QK_NORM": int(model.qk_norm),
         "QKV_BIAS": int(model.qkv_bias), "MLP_BIAS": int(model.mlp_bias),
@@ -273,9 +278,11 @@ def emit_cuda(
         f"{machine.arch}. */"
     )
     runtime = files("obelisk.mega.cuda").joinpath("runtime")
+    wide = work.weights is WeightFormat.FP32
+    texts = [n for n in TEXTS if wide or not n.endswith("32.cuh")]
     parts = [
         title, *_defines(model, work, tiling, machine, layout, plan, places), *_table(table),
-        *(runtime.joinpath(n).read_text(encoding="utf-8") for n in TEXTS),
+        *(runtime.joinpath(n).read_text(encoding="utf-8") for n in texts),
     ]  # fmt: skip
     source = "\n".join(parts) + "\n"
     return EmittedCuda(

@@ -3,22 +3,21 @@
 Takes a model and a workload; gives a `WeightLayout` whose matrices are stored in fragments of
 `mma.m16n8k16` (`MatrixLayout.fragments`): a lane's A registers of one step of 16-bit weights, of
 two steps of 8-bit and of four of 4-bit ones lie in 16 bytes. The order along K is free as long as
-inputs follow it, so a lane's 8 columns of a block of 32 are neighbours, in the inputs too. Gate and
-up alternate 8 by 8 rows, so that one lane gets both halves of an element of the MLP.
+inputs follow it, so a lane's 8 columns of a block of 32 are neighbours, in the inputs too. fp32,
+which no tensor core multiplies, has an order of its own: 4 columns of a row in a lane's 16 bytes.
+Gate and up alternate 8 by 8 rows, so that one lane gets both halves of an element of the MLP.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from obelisk.base.errors import Infeasible
 from obelisk.plan.layout import MatrixLayout, RowBlock, VectorLayout, WeightLayout, align
 from obelisk.schedule.gpu import FOUR_COLS, TILE_ROWS, slab_of
 from obelisk.tasks import ModelConfig, WeightFormat, Workload
 from obelisk.tasks.weights import EMBED, FINAL_NORM, HEAD, LAYER
 
 HALF = TILE_ROWS // 2
-FORMATS = (WeightFormat.BF16, WeightFormat.FP16, WeightFormat.INT8, WeightFormat.W4A16)
 SCALE_BYTES = 2  # of a group
 
 
@@ -84,13 +83,8 @@ def _qkv(model: ModelConfig, suffix: str) -> list[RowBlock]:
 
 def cuda_layout(model: ModelConfig, work: Workload) -> WeightLayout:
     """The arena: embedding, head unless tied, last gain; then a part for each layer, its vectors
-    side by side at its end. Raises `Infeasible` for a weight format that the kernel does not read.
+    side by side at its end.
     """
-    if work.weights not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise Infeasible(
-            f"the CUDA megakernel reads weights as {known}, not {work.weights}: use --weights bf16"
-        )
     h, f = model.hidden, model.ffn
     a, m = LAYER + "self_attn.", LAYER + "mlp."
     whole, layer = _Part(work, True), _Part(work, False)

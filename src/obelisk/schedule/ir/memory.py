@@ -18,6 +18,7 @@ from xdsl.ir import BlockArgument, Operation, OpResult, SSAValue
 
 from obelisk.plan.layout import align
 from obelisk.schedule.gpu import EdgeSync, GpuTiling, SharedPlan
+from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.schedule.ir.dialects import PageOp, PhaseOp, RepeatOp, SyncOp, ValueType, YieldOp
 from obelisk.schedule.ir.passes import ALONE, phases, repeat_of, shares
 
@@ -166,20 +167,20 @@ JOINS = ("qkv", "up", "head")  # phases in which every block reads all of its in
 
 
 # ---- pages ----
-def _words(storage: str, width: int, batch: int, blocks: int) -> int:
-    """Words of a value: attention and the MLP carry two 16-bit elements in one."""
+def _words(storage: str, width: int, step: GpuStep) -> int:
+    """Words of a value: the MLP carries `GpuStep.packed` elements in one."""
     match storage:
         case "best":
-            return 2 * batch * blocks
-        case "act" | "part":
-            return batch * -(-width // 2)
+            return 2 * step.batch * step.tiling.blocks
+        case "act":
+            return step.batch * -(-width // step.packed)
+        case "part" | "attn":
+            return step.widths["attend"]
         case _:
-            return batch * width
+            return step.batch * width
 
 
-def assign_pages(
-    module: ModuleOp, t: GpuTiling, batch: int, plan: SharedPlan, attend_words: int
-) -> None:
+def assign_pages(module: ModuleOp, step: GpuStep, plan: SharedPlan) -> None:
     """Device pages of tagged values (words), then the block's shared pages (bytes), each held from
     its first to its last phase of a layer.
 
@@ -187,7 +188,7 @@ def assign_pages(
     output projection adds to are read when the layer begins, those of the down projection when the
     MLP does, so they share one, too.
     """
-    know = _Knowledge(module, t.blocks)
+    know = _Knowledge(module, step.tiling.blocks)
     order = know.order
     at, made, seen = 0, [], set()
     for phase, count in phases(module):
@@ -198,9 +199,7 @@ def assign_pages(
             if storage in PRIVATE or storage in seen or name in ALONE or storage == "logits":
                 continue
             seen.add(storage)
-            words = _words(storage, result.type.width.data, batch, t.blocks)
-            if storage in ("part", "attn"):
-                words = attend_words
+            words = _words(storage, result.type.width.data, step)
             copies = know.copies(name, count) if count > 1 and name in order else 1
             size = align(words, _LINE)
             life = (order.index(name), know.last_reader(name)) if name in order else (0, 0)

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from xdsl.dialects.builtin import IntAttr, ModuleOp
 from xdsl.ir import Block, Operation, SSAValue
 
-from obelisk.schedule.gpu import K_BLOCK, GpuTiling, weight_bits
+from obelisk.schedule.gpu import (
+    K_BLOCK,
+    GpuTiling,
+    head_chunk,
+    input_bytes,
+    sixteens,
+    weight_bits,
+)
+from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.schedule.gpu_types import CONSUMER as CONSUMER_ROLE
 from obelisk.schedule.gpu_types import LOADER as LOADER_ROLE
 from obelisk.schedule.ir.dialects import (
@@ -40,12 +48,15 @@ from obelisk.schedule.ir.passes import phases
 SHARED = (4, 30)  # issue and latency of a 16-byte shared load of a warp
 DEVICE = (8, 700)  # of a 16-byte load from device memory
 MMA = (8, 33)  # of one m16n8k16
+FMA = (1, 4)  # of one fp32 multiplication and addition of a warp
 SHUFFLE = (2, 23)
 SPECIAL = (8, 22)
 EVENT = (1, 20)  # looking at, or arriving at, an mbarrier
 STEPS = K_BLOCK // 16  # of m16n8k16, in 32 columns of a tile
 DECODE = {16: 0, 8: 12, 4: 18}  # cycles to mask a step's weights; 4 bits: and to add its inputs
 POSITIONS = 16  # of the context, that a warp takes at a time: the m of m16n8k16
+POSITIONS_FP32 = 8  # a row of lanes for each
+ROWS = 4  # of a slab that a lane multiplies in fp32
 
 
 def times(cost: tuple[int, int], n: int) -> tuple[int, int]:
@@ -93,10 +104,34 @@ def _product(pen: _Pen, t: GpuTiling, special: bool) -> None:
         (sums,) = pen.put(MultiplyOp, uses, cost, registers=4)
     pen.put(ReleaseOp, read, EVENT)
     assert sums is not None
-    (total,) = pen.put(ReduceOp, [sums], times(SHUFFLE, 2), registers=2)
+    _hand_over(pen, [sums], 2, special)
+
+
+def _hand_over(pen: _Pen, sums: list[SSAValue], shuffles: int, special: bool) -> None:
+    """Sums over the lanes, and to whoever adds them up."""
+    (total,) = pen.put(ReduceOp, sums, times(SHUFFLE, shuffles), registers=2)
     if special:
         (total,) = pen.put(SpecialOp, [total], SPECIAL, registers=2)
     pen.put(StoreOp, [total], (2, 400))
+
+
+def _product_fp32(pen: _Pen, t: GpuTiling, batch: int, special: bool) -> None:
+    """The same of fp32 weights: a lane multiplies 4 columns of 4 rows by every slot's inputs."""
+    (landed,) = pen.put(CopyOp, [], (t.chunk_bytes // 64, 700), event=True, role=LOADER_ROLE)
+    (there,) = pen.put(WaitOp, [landed], EVENT, event=True)
+    sums: list[SSAValue] = []
+    read: list[SSAValue] = []
+    for _ in range(-(-t.chunk_cols // K_BLOCK)):
+        inputs = [pen.put(LoadOp, [], SHARED, registers=4)[0] for _ in range(batch)]
+        before, sums = sums, []
+        for row in range(ROWS):
+            weights, done = pen.put(FragmentOp, [there], SHARED, registers=4, event=True)
+            read.append(done)
+            uses = [weights, *inputs, *before[row : row + 1]]
+            cost = (4 * batch * FMA[0], 4 * batch * FMA[0] + 3 * FMA[1])
+            sums += pen.put(MultiplyOp, uses, cost, registers=batch)
+    pen.put(ReleaseOp, read, EVENT)
+    _hand_over(pen, sums, 6 if batch == 1 else 4 * batch - 4, special)
 
 
 def _attend(pen: _Pen, head_dim: int) -> None:
@@ -119,7 +154,41 @@ def _attend(pen: _Pen, head_dim: int) -> None:
         pen.put(StoreOp, [sums], (2, 30))
 
 
-def expand(module: ModuleOp, t: GpuTiling, head_dim: int) -> None:
+def _attend_fp32(pen: _Pen, head_dim: int, heads: int) -> None:
+    """`POSITIONS_FP32` of the context for `heads` query heads, one behind the other."""
+    parts = sixteens(head_dim)
+    keys = [pen.put(FragmentOp, [], DEVICE, registers=4)[0] for _ in range(parts)]
+    values = [pen.put(FragmentOp, [], DEVICE, registers=4)[0] for _ in range(parts)]
+    for _ in range(heads):
+        queries = [pen.put(LoadOp, [], SHARED, registers=4)[0] for _ in range(parts)]
+        (score,) = pen.put(MultiplyOp, [*keys, *queries], times(FMA, 4 * parts), registers=1)
+        (score,) = pen.put(ReduceOp, [score], times(SHUFFLE, 2), registers=1)
+        (weights,) = pen.put(SpecialOp, [score], times(SPECIAL, 2), registers=2)
+        cost = (8 * parts * FMA[0], 2 * FMA[1] + 8 * parts - 1)
+        (sums,) = pen.put(MultiplyOp, [*values, weights], cost, registers=4 * parts)
+        pen.put(StoreOp, [sums], (2, 30))
+
+
+def positions(step: GpuStep) -> int:
+    """Of the context, that a warp takes at a time."""
+    return POSITIONS_FP32 if input_bytes(step.work) == 4 else POSITIONS
+
+
+def _chunk(pen: _Pen, step: GpuStep, attend: bool, special: bool) -> None:
+    """One chunk of a phase, in the arithmetic of the step's weights."""
+    model, t = step.model, step.tiling
+    wide = input_bytes(step.work) == 4
+    if attend and wide:
+        _attend_fp32(pen, model.head_dim, head_chunk(model, step.work))
+    elif attend:
+        _attend(pen, model.head_dim)
+    elif wide:
+        _product_fp32(pen, t, step.batch, special)
+    else:
+        _product(pen, t, special)
+
+
+def expand(module: ModuleOp, step: GpuStep) -> None:
     """Fill the micro-operations of every phase that streams: those of one chunk (attention: of the
     positions that a warp takes at a time).
     """
@@ -128,10 +197,7 @@ def expand(module: ModuleOp, t: GpuTiling, head_dim: int) -> None:
         if not phase.stream():
             continue
         block = Block()
-        if kinds[-1] == "attend":
-            _attend(_Pen(block), head_dim)
-        else:
-            _product(_Pen(block), t, "gate" in kinds)
+        _chunk(_Pen(block), step, kinds[-1] == "attend", "gate" in kinds)
         phase.micro.add_block(block)
 
 

@@ -42,7 +42,7 @@ class Setting:
 def _pages(module: ModuleOp, s: Setting) -> None:
     step = s.step
     plan = shared_plan(step.model, step.work, step.tiling)
-    memory.assign_pages(module, step.tiling, step.batch, plan, step.widths["attend"])
+    memory.assign_pages(module, step, plan)
 
 
 Pass = Callable[[ModuleOp, Setting], None]
@@ -50,7 +50,7 @@ PASSES: Mapping[str, Pass] = MappingProxyType({
     "split": lambda m, s: passes.split(m, s.tiling),
     "fuse": lambda m, s: passes.fuse(m, s.fusion),
     "tile": lambda m, s: passes.tile(m, s.tiling, s.step.batch),
-    "micro": lambda m, s: micro.expand(m, s.tiling, s.step.model.head_dim),
+    "micro": lambda m, s: micro.expand(m, s.step),
     "order": lambda m, s: micro.order(m, s.registers),
     "pages": _pages,
     "sync": lambda m, s: memory.insert_sync(m, s.tiling),

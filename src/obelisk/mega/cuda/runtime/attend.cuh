@@ -5,25 +5,20 @@
  * the cache needs no marks; where the width changes, all blocks meet first. Keys and values of older positions are
  * asked for before the new queries are waited for.
  *
- * Tensor cores: a tile is 16 positions. Scores are keys (16 by 16 dimensions) times the queries of 8 heads; values,
+ * Tensor cores, with 16-bit keys and values (fp32: attend32.cuh): a tile is 16 positions. Scores are keys (16 by 16 dimensions) times the queries of 8 heads; values,
  * transposed in registers, times probabilities. A lane's 8 dimensions of a block of 32 are neighbours, as in
  * om_product. Queries and probabilities are split in two 16-bit numbers, so that neither is rounded to 16 bits.
  * Softmax is online and in base 2; a piece's result is rounded to 16 bits.
  */
+#define OM_ROWS_QKV (OM_GROUP + 2)
+#if !OM_FP32
+#define OM_POSITIONS 16
 #define OM_DIM_BLOCKS ((OM_HEAD_DIM + 31) / 32)
 #define OM_Q_STRIDE (OM_DIM_BLOCKS * 64 + (OM_DIM_BLOCKS % 2 ? 0 : 64)) /* bytes of a query: rows do not share banks */
+#define OM_Q_PARTS 2
 #define OM_Q_ROWS ((OM_GROUP + 7) / 8 * 8)
-#define OM_ROWS_QKV (OM_GROUP + 2)
-#define OM_MERGED (OM_HEAD_DIM + 2) /* floats of a head of a warp: sums, largest score, mass */
+#define OM_NEWEST (OM_DIM_BLOCKS * 64) /* bytes of the new key, and of the new value */
 
-__device__ __forceinline__ uint4 om_ldg(const char *at) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(at)
-               : "memory");
-  return v;
-}
 __device__ __forceinline__ u32 om_turn(u32 x) { /* an 8 by 8 matrix of 16-bit numbers, transposed across the warp */
   u32 r;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
@@ -69,7 +64,7 @@ struct om_tile { /* of 16 positions: lane (row, quad) has positions `row` and `r
         for (int j = 0; j < OM_DIM_BLOCKS; j++) {
           if (32 * j + 8 * quad >= OM_HEAD_DIM) continue;
           k[j][half] = *(const uint4 *)(fresh + j * 64 + quad * 16);
-          v[j][half] = *(const uint4 *)(fresh + OM_DIM_BLOCKS * 64 + j * 64 + quad * 16);
+          v[j][half] = *(const uint4 *)(fresh + OM_NEWEST + j * 64 + quad * 16);
         }
   }
 };
@@ -125,6 +120,33 @@ __device__ __forceinline__ void om_fold(om_softmax &a, const om_tile &t, const c
     }
 }
 
+__device__ __forceinline__ void om_begin(om_softmax &a) {
+  a = {};
+  a.top[0] = a.top[1] = -OM_INFINITY;
+}
+
+/* What a warp found, for the others: sums, largest score and mass of each head. */
+__device__ __forceinline__ void om_leave(om_softmax &a, float *mine, bool any, int row, int quad) {
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) a.mass[e] += __shfl_xor_sync(~0u, a.mass[e], d);
+    const int h = 2 * quad + e;
+    if (h >= OM_HEADS_AT) continue;
+    float *const to = mine + h * OM_MERGED;
+    if (row == 0) to[OM_HEAD_DIM] = a.top[e], to[OM_HEAD_DIM + 1] = a.mass[e];
+    if (any)
+#pragma unroll
+      for (int j = 0; j < OM_DIM_BLOCKS; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) { /* the row of a product that register i of a lane's 8 dimensions became */
+          const int dim = 32 * j + row / 2 * 8 + 2 * i + row % 2;
+          if (dim < OM_HEAD_DIM) to[dim] = a.sum[j][i / 2][i % 2 * 2 + e];
+        }
+  }
+}
+#endif
+
 /* Row h of a group's new values (queries, then the key, then the value), by one warp: normed, rotated, and put where
  * the products read it; keys and values also into the cache, rounded as later steps will read them. */
 __device__ __forceinline__ void om_new_row(const om_state &s, int h, const char *from, u32 mark, char *queries,
@@ -138,8 +160,7 @@ __device__ __forceinline__ void om_new_row(const om_state &s, int h, const char 
   const char *const at[1] = {in ? from + ((size_t)h * OM_HEAD_DIM + 4 * lane) * 4 : nullptr};
   uint4 w[1];
   om_read<1, true>(s, at, mark, OM_EDGE_QKV, w);
-  float x[4] = {__uint_as_float(w[0].x & ~7u), __uint_as_float(w[0].y & ~7u), __uint_as_float(w[0].z & ~7u),
-                __uint_as_float(w[0].w & ~7u)};
+  float x[4] = {om_single(w[0].x), om_single(w[0].y), om_single(w[0].z), om_single(w[0].w)};
   if (h <= OM_GROUP) {
     float root = 1.0f;
     if (OM_QK_NORM) {
@@ -157,17 +178,23 @@ __device__ __forceinline__ void om_new_row(const om_state &s, int h, const char 
       x[i] = mine * c[i] + (lane < HALF ? -other : other) * n[i];
     }
   }
-  const u32 a = om_pack(x[0], x[1]), b = om_pack(x[2], x[3]);
   if (!in) return;
+#if OM_FP32
+  const float4 all = make_float4(x[0], x[1], x[2], x[3]);
+  *(float4 *)((h < OM_GROUP ? queries + h * OM_Q_STRIDE : fresh + (h - OM_GROUP) * OM_NEWEST) + lane * 16) = all;
+  if (h >= OM_GROUP) *(float4 *)(cache + lane * 16) = all;
+#else
+  const u32 a = om_pack(x[0], x[1]), b = om_pack(x[2], x[3]);
   if (h < OM_GROUP) {
     const float2 y = om_unpack(a), z = om_unpack(b);
     *(uint2 *)(queries + h * OM_Q_STRIDE + lane * 8) = make_uint2(a, b);
     *(uint2 *)(queries + (OM_Q_ROWS + h) * OM_Q_STRIDE + lane * 8) =
         make_uint2(om_pack(x[0] - y.x, x[1] - y.y), om_pack(x[2] - z.x, x[3] - z.y));
   } else {
-    *(uint2 *)(fresh + (h - OM_GROUP) * (OM_DIM_BLOCKS * 64) + lane * 8) = make_uint2(a, b);
+    *(uint2 *)(fresh + (h - OM_GROUP) * OM_NEWEST + lane * 8) = make_uint2(a, b);
     *(uint2 *)(cache + lane * 8) = make_uint2(a, b);
   }
+#endif
 }
 
 #if OM_STAGED
@@ -214,21 +241,22 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
   const int wide = om_wide(length);
   const int lo = piece * wide, hi = min(length, lo + wide);
   if (hi <= lo) {
-    char *const out = om_piece(pieces, item, OM_PIECES, OM_HEAD_DIM * 2), *const mass_out =
+    constexpr int LOOKS = OM_HEAD_DIM / OM_LOOK;
+    char *const out = om_piece(pieces, item, OM_PIECES, OM_HEAD_DIM * OM_IN), *const mass_out =
                                                                               om_piece(masses, item, OM_PIECES4, 4);
-    for (int i = me; i < OM_GROUP * (OM_HEAD_DIM / 8); i += OM_THREADS)
-      om_put_eight(out + i / (OM_HEAD_DIM / 8) * (OM_PIECES * OM_HEAD_DIM * 2) + i % (OM_HEAD_DIM / 8) * 16, 0, 0, 0, 0,
-                   use);
+    const float none[OM_LOOK] = {};
+    for (int i = me; i < OM_GROUP * LOOKS; i += OM_THREADS)
+      om_put_look(out + i / LOOKS * (OM_PIECES * OM_HEAD_DIM * OM_IN) + i % LOOKS * 16, none, use);
     for (int i = me; i < OM_GROUP; i += OM_THREADS) om_put_single(mass_out + i * (OM_PIECES4 * 4), -OM_INFINITY, mark);
     return;
   }
   const bool fresh = hi == length;
   const int old = fresh ? hi - 1 : hi;
   const size_t cache = (((size_t)s.layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT;
-  char *const keys = p->keys + cache * (OM_HEAD_DIM * 2), *const values = p->values + cache * (OM_HEAD_DIM * 2);
-  char *const queries = om_memory, *const newest = queries + 2 * OM_Q_ROWS * OM_Q_STRIDE;
-  float *const merged = (float *)(newest + 2 * OM_DIM_BLOCKS * 64);
-  const int start = lo + 16 * warp;
+  char *const keys = p->keys + cache * (OM_HEAD_DIM * OM_IN), *const values = p->values + cache * (OM_HEAD_DIM * OM_IN);
+  char *const queries = om_memory, *const newest = queries + OM_Q_PARTS * OM_Q_ROWS * OM_Q_STRIDE;
+  float *const merged = (float *)(newest + 2 * OM_NEWEST);
+  const int start = lo + OM_POSITIONS * warp;
   om_tile t;
 #if OM_STAGED
   const bool staged = item == s.turn && warp < OM_STAGED;
@@ -238,58 +266,41 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
 #endif
   om_sync(); /* the memory of the inputs is free */
   om_waiting(s, 1);
-  for (int i = me; i < 2 * OM_Q_ROWS * (OM_Q_STRIDE / 16); i += OM_THREADS) { /* what no head fills is zero */
-    const int h = i / (OM_Q_STRIDE / 16) % OM_Q_ROWS, dim = i % (OM_Q_STRIDE / 16) * 8;
+  for (int i = me; i < OM_Q_PARTS * OM_Q_ROWS * (OM_Q_STRIDE / 16); i += OM_THREADS) { /* what no head fills is zero */
+    const int h = i / (OM_Q_STRIDE / 16) % OM_Q_ROWS, dim = i % (OM_Q_STRIDE / 16) * OM_LOOK;
     if (h >= OM_GROUP || dim >= OM_HEAD_DIM) *(uint4 *)(queries + i * 16) = make_uint4(0, 0, 0, 0);
   }
   const char *const from = qkv + ((size_t)slot * OM_QKV_ROWS + head * (OM_ROWS_QKV * OM_HEAD_DIM)) * 4;
   for (int h = warp; h < (fresh ? OM_ROWS_QKV : OM_GROUP); h += OM_WARPS)
     om_new_row(s, h, from, mark, queries, newest,
-               (h == OM_GROUP ? keys : values) + (size_t)(length - 1) * (OM_HEAD_DIM * 2), length - 1,
+               (h == OM_GROUP ? keys : values) + (size_t)(length - 1) * (OM_HEAD_DIM * OM_IN), length - 1,
                h == OM_GROUP ? k_gain : q_gain, lane);
   om_sync();
   om_waiting(s, 0);
 #pragma unroll 1
   for (int chunk = 0; chunk < OM_GROUP; chunk += OM_HEADS_AT) {
-    om_softmax a = {};
-    a.top[0] = a.top[1] = -OM_INFINITY;
+    om_softmax a;
+    om_begin(a);
 #pragma unroll 1
-    for (int at = start; at < hi; at += 16 * OM_WARPS) {
+    for (int at = start; at < hi; at += OM_POSITIONS * OM_WARPS) {
 #if OM_STAGED
       if (staged && at == start) {
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncwarp();
         t.take(om_staging(warp), row, quad);
-      } else if (at > start || chunk > 0)
+      } else if (at > start || (chunk > 0 && start + OM_POSITIONS * OM_WARPS < hi))
 #else
-      if (at > start || chunk > 0)
+      if (at > start || (chunk > 0 && start + OM_POSITIONS * OM_WARPS < hi))
 #endif
         t.load(keys, values, at, old, row, quad);
-      if (fresh && at <= old && old < at + 16) t.add(newest, old - at, row, quad);
+      if (fresh && at <= old && old < at + OM_POSITIONS) t.add(newest, old - at, row, quad);
       om_fold(a, t, queries + chunk * OM_Q_STRIDE, at, hi, row, quad);
     }
-    float *const mine = merged + warp * (OM_HEADS_AT * OM_MERGED);
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2) a.mass[e] += __shfl_xor_sync(~0u, a.mass[e], d);
-      const int h = 2 * quad + e;
-      if (h >= OM_HEADS_AT) continue;
-      float *const to = mine + h * OM_MERGED;
-      if (row == 0) to[OM_HEAD_DIM] = a.top[e], to[OM_HEAD_DIM + 1] = a.mass[e];
-      if (start < hi)
-#pragma unroll
-        for (int j = 0; j < OM_DIM_BLOCKS; j++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) { /* the row of a product that register i of a lane's 8 dimensions became */
-            const int dim = 32 * j + row / 2 * 8 + 2 * i + row % 2;
-            if (dim < OM_HEAD_DIM) to[dim] = a.sum[j][i / 2][i % 2 * 2 + e];
-          }
-    }
+    om_leave(a, merged + warp * (OM_HEADS_AT * OM_MERGED), start < hi, row, quad);
     om_sync();
     int again = item; /* where results go is worked out anew: kept, it would cost registers in the products */
     asm volatile("" : "+r"(again));
-    char *const out = om_piece(pieces, again, OM_PIECES, OM_HEAD_DIM * 2), *const mass_out =
+    char *const out = om_piece(pieces, again, OM_PIECES, OM_HEAD_DIM * OM_IN), *const mass_out =
                                                                                om_piece(masses, again, OM_PIECES4, 4);
     constexpr int EIGHTS = OM_HEAD_DIM / 8, NEXT = OM_HEADS_AT * OM_MERGED, AT_A_TIME = 32 / OM_WARPS;
     for (int i = me / OM_WARPS; i < (OM_HEADS_AT * EIGHTS + AT_A_TIME - 1) / AT_A_TIME * AT_A_TIME;
@@ -316,9 +327,13 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
       }
       if (me % OM_WARPS || i >= OM_HEADS_AT * EIGHTS || chunk + h >= OM_GROUP) continue;
       const float r = 1.0f / mass;
-      om_put_eight(out + (chunk + h) * (OM_PIECES * OM_HEAD_DIM * 2) + at * 2, om_pack(sum[0] * r, sum[1] * r),
-                   om_pack(sum[2] * r, sum[3] * r), om_pack(sum[4] * r, sum[5] * r), om_pack(sum[6] * r, sum[7] * r),
-                   use);
+#pragma unroll
+      for (int j = 0; j < 8; j += OM_LOOK) {
+        float x[OM_LOOK];
+#pragma unroll
+        for (int k = 0; k < OM_LOOK; k++) x[k] = sum[j + k] * r;
+        om_put_look(out + ((chunk + h) * (OM_PIECES * OM_HEAD_DIM) + at + j) * OM_IN, x, use);
+      }
       if (at == 0) om_put_single(mass_out + (chunk + h) * (OM_PIECES4 * 4), top + log2f(mass), mark);
     }
     if (OM_GROUP > OM_HEADS_AT) om_sync();

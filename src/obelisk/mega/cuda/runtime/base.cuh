@@ -1,7 +1,8 @@
 /* What everything below uses: types, the launch record, marked values, bounded waits.
  *
  * Values that cross blocks carry a mark: fp32 the low three bits of the number of their step and layer, in their
- * last three bits; eight 16-bit numbers one bit of how often their buffer was used, in the last bit of the eighth. A
+ * last three bits; eight 16-bit numbers one bit of how often their buffer was used, in the last bit of the eighth. With
+ * fp32 weights every value is fp32 and rounded to 23 bits: the mark is that one bit, in its last. A
  * reader looks again until the mark is the one it wants: the data is its own flag, and no fence or counter is
  * needed. Every use of a buffer writes all of it, with a mark that differs from the use before, and buffers begin as
  * zeros, which is no first mark: so an old value is never taken for a new one. That a buffer is not written while it
@@ -42,6 +43,9 @@ struct om_launch {
 #define OM_PIECES4 ((OM_PIECES + 3) / 4 * 4)
 #define OM_ITEMS (OM_BATCH * OM_KV_HEADS * OM_PIECES)
 #define OM_INFINITY __int_as_float(0x7f800000)
+#define OM_ROOT_LATE (OM_BF16 || OM_FP32) /* the root of a norm comes after the product: no number is too large */
+#define OM_LOOK (16 / OM_IN) /* values of a product's inputs, or of attention, in 16 bytes */
+#define OM_MERGED (OM_HEAD_DIM + 2) /* floats of a head of a warp: sums, largest score, mass */
 
 struct om_state { /* one consumer thread's view */
   const om_launch *p;
@@ -115,6 +119,14 @@ __device__ __forceinline__ float om_exp2(float x) {
 }
 
 /* ---- words ---- */
+__device__ __forceinline__ uint4 om_ldg(const char *at) { /* of the cache of keys and values */
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
+}
 __device__ __forceinline__ void om_put(u64 *at, u32 a, u32 tag) {
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"((u64)tag << 32 | a) : "memory");
 }
@@ -143,20 +155,54 @@ __device__ __forceinline__ uint4 om_look(const void *at) { /* 16 bytes in one ac
                : "memory");
   return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
 }
+__device__ __forceinline__ u32 om_marked(float v, u32 mark) {
+  u32 u = __float_as_uint(v);
+#if OM_FP32
+  if (v == v) u += u >> 1 & u & 1; /* to the nearest, of two to the even one; NaN stays what it is */
+#endif
+  return (u & ~OM_MARKS) | mark;
+}
+__device__ __forceinline__ float om_single(u32 w) { /* without its mark */
+  return __uint_as_float(w & ~OM_MARKS);
+}
 __device__ __forceinline__ void om_put_single(void *at, float v, u32 mark) {
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"((__float_as_uint(v) & ~7u) | mark) : "memory");
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(om_marked(v, mark)) : "memory");
 }
 __device__ __forceinline__ bool om_singles(const uint4 &w, u32 mark) { /* four fp32, all of this mark */
-  return (((w.x ^ mark) | (w.y ^ mark) | (w.z ^ mark) | (w.w ^ mark)) & 7) == 0;
+  return (((w.x ^ mark) | (w.y ^ mark) | (w.z ^ mark) | (w.w ^ mark)) & OM_MARKS) == 0;
 }
-__device__ __forceinline__ void om_put_eight(void *at, u32 a, u32 b, u32 c, u32 d, u32 mark) {
-  d = (d & ~0x10000u) | mark << 16;
+__device__ __forceinline__ void om_put_quad(void *at, u32 a, u32 b, u32 c, u32 d) { /* 16 bytes in one access */
   asm volatile("{.reg .b128 q; mov.b128 q, {%1, %2}; st.relaxed.gpu.global.b128 [%0], q;}" ::"l"(at),
                "l"((u64)b << 32 | a), "l"((u64)d << 32 | c)
                : "memory");
 }
-__device__ __forceinline__ bool om_eights(const uint4 &w, u32 mark) {
-  return (w.w >> 16 & 1) == mark;
+__device__ __forceinline__ void om_put_eight(void *at, u32 a, u32 b, u32 c, u32 d, u32 mark) {
+  om_put_quad(at, a, b, c, (d & ~0x10000u) | mark << 16);
+}
+__device__ __forceinline__ bool om_eights(const uint4 &w, u32 mark) { /* OM_LOOK values as products want them */
+  return OM_FP32 ? om_singles(w, mark) : (w.w >> 16 & 1) == mark;
+}
+__device__ __forceinline__ void om_put_look(void *at, const float (&x)[OM_LOOK], u32 mark) {
+#if OM_FP32
+  om_put_quad(at, om_marked(x[0], mark), om_marked(x[1], mark), om_marked(x[2], mark), om_marked(x[3], mark));
+#else
+  om_put_eight(at, om_pack(x[0], x[1]), om_pack(x[2], x[3]), om_pack(x[4], x[5]), om_pack(x[6], x[7]), mark);
+#endif
+}
+__device__ __forceinline__ float4 om_floats(const uint4 &w) {
+  return make_float4(__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w));
+}
+__device__ __forceinline__ void om_values(const uint4 &w, float (&x)[OM_LOOK]) { /* of one look, without marks */
+  const u32 all[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+#if OM_FP32
+    x[i] = om_single(all[i]);
+#else
+    const float2 y = om_unpack(all[i]);
+    x[2 * i] = y.x, x[2 * i + 1] = y.y;
+#endif
+  }
 }
 
 /* One failed look at a word, now and then. True when waiting is over: the limit is exceeded, or another block has
@@ -204,8 +250,8 @@ __device__ __forceinline__ void om_take(const om_state &s, const u64 *at, int st
   }
 }
 
-/* N times four fp32 (SINGLE) or eight 16-bit numbers from at[i] (null: zeros), all wanted with `mark`: what is
- * missing is looked at again. */
+/* N times four fp32 (SINGLE) or OM_LOOK values from at[i] (null: zeros), all wanted with `mark`: what is missing is
+ * looked at again. */
 template <int N, bool SINGLE>
 __device__ __forceinline__ void om_read(const om_state &s, const char *const (&at)[N], u32 mark, int edge,
                                         uint4 (&w)[N]) {
@@ -218,7 +264,7 @@ __device__ __forceinline__ void om_read(const om_state &s, const char *const (&a
 #pragma unroll
     for (int i = 0; i < N; i++)
       if (at[i] && !(SINGLE ? om_singles(w[i], mark) : om_eights(w[i], mark)))
-        missing = true, seen = SINGLE ? w[i].w & 7 : w[i].w >> 16 & 1;
+        missing = true, seen = SINGLE || OM_FP32 ? w[i].w & OM_MARKS : w[i].w >> 16 & 1;
     if (!missing || wait.over(s, edge, mark, seen)) return;
 #pragma unroll
     for (int i = 0; i < N; i++)

@@ -1,5 +1,5 @@
-/* From what other blocks wrote to a product's inputs: 16-bit rows in shared memory, slot b's column c at (c / 32) *
- * 64 * BATCH + 64 * b + 2 * (c % 32) bytes, which is what a lane's A fragments read in 16 bytes.
+/* From what other blocks wrote to a product's inputs: rows of OM_IN bytes an element in shared memory, slot b's column c
+ * at OM_IN * (c / 32 * 32 * BATCH + 32 * b + c % 32) bytes; a lane reads 16 bytes of a slot's 32 columns.
  *
  * Every block does this for itself; reading is waiting. A norm is split in two: the gain is multiplied before the
  * row is rounded to 16 bits, the reciprocal root (one number a slot) after the product, so one pass is enough.
@@ -7,13 +7,22 @@
 #define OM_TEAM (OM_WARPS / OM_BATCH2) /* warps of a slot; OM_BATCH2: the batch, rounded up to a power of two */
 
 __device__ __forceinline__ u32 om_input(int slot, int col) {
-  return om_address(om_memory) + (col / 32) * (64 * OM_BATCH) + slot * 64 + (col % 32) * 2;
+  return om_address(om_memory) + (col / 32 * (32 * OM_BATCH) + slot * 32 + col % 32) * OM_IN;
 }
 __device__ __forceinline__ void om_sts(u32 at, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
 __device__ __forceinline__ void om_sts2(u32 at, u32 v, u32 w) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v), "r"(w) : "memory");
+}
+
+/* Four columns of a slot. */
+__device__ __forceinline__ void om_put_inputs(int slot, int col, float a, float b, float c, float d) {
+#if OM_FP32
+  *(float4 *)(om_memory + (om_input(slot, col) - om_address(om_memory))) = make_float4(a, b, c, d);
+#else
+  om_sts2(om_input(slot, col), om_pack(a, b), om_pack(c, d));
+#endif
 }
 
 /* While a block waits for others, its loader has less on the way (OM_FLIGHT_WAITING): values go first. */
@@ -31,6 +40,8 @@ __device__ __forceinline__ float4 om_embedding(const om_launch *p, int token, in
   const float2 a = om_unpack(Format::low(w)), b = om_unpack(Format::high(w));
   const float r = *(const float *)(p->weights + OM_AT_EMBED_SCALES + (size_t)token * 4) * OM_TINY;
   return make_float4(a.x * r, a.y * r, b.x * r, b.y * r);
+#elif OM_OUTER_BITS == 32
+  return *(const float4 *)(slab + ((half * 2 + token % 2) * 32 + token % 8 / 2 * 8 + in / 4) * 16);
 #else
   const char *const at = slab + step * 512 + lane * 16 + half * 4;
   const float2 a = om_unpack(*(const u32 *)at), b = om_unpack(*(const u32 *)(at + 8));
@@ -55,8 +66,8 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
                 EACH = (ALL + STRIDE - 1) / STRIDE; /* four columns each */
   constexpr int CAP = SPLIT >= 8 ? 1 : 8 / SPLIT, N = EACH < CAP ? EACH : CAP;
   /* fp16 could overflow without the root: rows wait for it in registers (OM_KEPT), or are read a second time */
-  constexpr bool KEEPS = OM_KEPT && !OM_BF16 && EACH <= N && N <= 2; /* more would be spilled */
-  constexpr int PASSES = OM_BF16 || KEEPS ? 1 : 2;
+  constexpr bool KEEPS = OM_KEPT && !OM_ROOT_LATE && EACH <= N && N <= 2; /* more would be spilled */
+  constexpr int PASSES = OM_ROOT_LATE || KEEPS ? 1 : 2;
   float4 kept[N];
   const int warp = s.warp(), slot = warp / OM_TEAM, first = warp % OM_TEAM * 32 + s.lane();
   float *const residual = (float *)(om_memory + OM_AT_RESIDUAL) + slot * OM_RESIDUAL_ROWS;
@@ -102,18 +113,17 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
           } else {
 #pragma unroll
             for (int k = 0; k < SPLIT; k++) {
-              x.x += __uint_as_float(w[k][i].x & ~7u), x.y += __uint_as_float(w[k][i].y & ~7u);
-              x.z += __uint_as_float(w[k][i].z & ~7u), x.w += __uint_as_float(w[k][i].w & ~7u);
+              x.x += om_single(w[k][i].x), x.y += om_single(w[k][i].y);
+              x.z += om_single(w[k][i].z), x.w += om_single(w[k][i].w);
             }
           }
           if (col >= from && col < to && pass == 0) *(float4 *)(residual + col - from) = x;
           squares += (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w);
-          const float r = OM_BF16 ? 1.0f : root;
+          const float r = OM_ROOT_LATE ? 1.0f : root;
           if (KEEPS)
             kept[i] = make_float4(x.x * g[i].x, x.y * g[i].y, x.z * g[i].z, x.w * g[i].w);
           else if (col < OM_HIDDEN_K * 32 && pass == PASSES - 1)
-            om_sts2(om_input(slot, col), om_pack(x.x * g[i].x * r, x.y * g[i].y * r),
-                    om_pack(x.z * g[i].z * r, x.w * g[i].w * r));
+            om_put_inputs(slot, col, x.x * g[i].x * r, x.y * g[i].y * r, x.z * g[i].z * r, x.w * g[i].w * r);
         }
       }
     }
@@ -123,41 +133,41 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
       if (s.lane() == 0) om.squares[warp] = squares;
     }
     om_sync();
-    if (!OM_BF16 && pass == 0) root = om_root(slot);
+    if (!OM_ROOT_LATE && pass == 0) root = om_root(slot);
   }
   if (KEEPS) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const int col = 4 * (first + i * STRIDE);
       if (slot < OM_BATCH && col < OM_HIDDEN_K * 32)
-        om_sts2(om_input(slot, col), om_pack(kept[i].x * root, kept[i].y * root),
-                om_pack(kept[i].z * root, kept[i].w * root));
+        om_put_inputs(slot, col, kept[i].x * root, kept[i].y * root, kept[i].z * root, kept[i].w * root);
     }
     om_sync();
   }
   om_waiting(s, 0);
   const int quad = s.quad();
-  return OM_BF16 ? make_float2(om_root(2 * quad), om_root(2 * quad + 1)) : make_float2(1.0f, 1.0f);
+  return OM_ROOT_LATE ? make_float2(om_root(2 * quad), om_root(2 * quad + 1)) : make_float2(1.0f, 1.0f);
 }
 
-/* Attention's pieces, joined, as the inputs of part `part` of the output projection: eight columns a thread. */
+/* Attention's pieces, joined, as the inputs of part `part` of the output projection: OM_LOOK columns a thread. */
 __device__ __forceinline__ void om_fill_attention(om_state &s, const char *pieces, const char *masses, u32 mark,
                                                   u32 use, int part) {
-  constexpr int COLS = OM_Q_K * 32 / OM_O_SPLIT, EIGHTS = COLS / 8, ALL = EIGHTS * OM_BATCH, N = OM_PIECES,
+  constexpr int COLS = OM_Q_K * 32 / OM_O_SPLIT, LOOKS = COLS / OM_LOOK, ALL = LOOKS * OM_BATCH, N = OM_PIECES,
                 M = OM_PIECES4 / 4;
   const int me = s.thread();
   om_sync();
   om_waiting(s, 1);
 #pragma unroll 1
   for (int base = me; base < ALL; base += OM_THREADS) {
-    const int slot = base / EIGHTS, in = base % EIGHTS * 8, col = part * COLS + in, head = col / OM_HEAD_DIM;
+    const int slot = base / LOOKS, in = base % LOOKS * OM_LOOK, col = part * COLS + in, head = col / OM_HEAD_DIM;
     const bool here = col < OM_HEADS * OM_HEAD_DIM;
     const char *at[N];
     const char *const mass_at = masses + ((size_t)slot * OM_HEADS + head) * (OM_PIECES4 * 4);
     uint4 w[N], m[M];
 #pragma unroll
     for (int k = 0; k < N; k++)
-      at[k] = here ? pieces + ((((size_t)slot * OM_HEADS + head) * OM_PIECES + k) * OM_HEAD_DIM + col % OM_HEAD_DIM) * 2
+      at[k] = here ? pieces + ((((size_t)slot * OM_HEADS + head) * OM_PIECES + k) * OM_HEAD_DIM + col % OM_HEAD_DIM) *
+                                  OM_IN
                    : nullptr;
 #pragma unroll
     for (int k = 0; k < M; k++) m[k] = here ? om_look(mass_at + k * 16) : make_uint4(0, 0, 0, 0);
@@ -177,47 +187,49 @@ __device__ __forceinline__ void om_fill_attention(om_state &s, const char *piece
         mass[4 * k + 2] = __uint_as_float(m[k].z), mass[4 * k + 3] = __uint_as_float(m[k].w);
       }
 #pragma unroll
-      for (int k = 0; k < N; k++) missing |= here && (__float_as_uint(mass[k]) & 7) != mark;
+      for (int k = 0; k < N; k++) missing |= here && (__float_as_uint(mass[k]) & OM_MARKS) != mark;
 #if OM_MASS_BESIDE
       const bool masses_missing = missing;
 #pragma unroll
       for (int k = 0; k < N; k++) missing |= here && !om_eights(w[k], use);
-      if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, m[0].x & 7)) break;
+      if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, m[0].x & OM_MARKS)) break;
 #pragma unroll
       for (int k = 0; k < N; k++)
         if (here && !om_eights(w[k], use)) w[k] = om_look(at[k]);
       if (!masses_missing) continue;
 #else
-      if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, m[0].x & 7)) break;
+      if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, m[0].x & OM_MARKS)) break;
 #endif
 #pragma unroll
       for (int k = 0; k < M; k++) m[k] = om_look(mass_at + k * 16);
     }
-    float top = -OM_INFINITY, total = 0.0f, sum[8] = {};
+    float top = -OM_INFINITY, total = 0.0f, sum[OM_LOOK] = {};
 #pragma unroll
     for (int k = 0; k < N; k++) {
-      mass[k] = __uint_as_float(__float_as_uint(mass[k]) & ~7u);
+      mass[k] = om_single(__float_as_uint(mass[k]));
       top = fmaxf(top, mass[k]);
     }
 #pragma unroll
     for (int k = 0; k < N; k++) {
       const float f = mass[k] == -OM_INFINITY ? 0.0f : om_exp2(mass[k] - top);
-      const float2 a = om_unpack(w[k].x), b = om_unpack(w[k].y), c = om_unpack(w[k].z), d = om_unpack(w[k].w);
+      float x[OM_LOOK];
+      om_values(w[k], x);
       total += f;
-      sum[0] += f * a.x, sum[1] += f * a.y, sum[2] += f * b.x, sum[3] += f * b.y;
-      sum[4] += f * c.x, sum[5] += f * c.y, sum[6] += f * d.x, sum[7] += f * d.y;
+#pragma unroll
+      for (int i = 0; i < OM_LOOK; i++) sum[i] += f * x[i];
     }
     const float r = here && total > 0.0f ? 1.0f / total : 0.0f;
-    om_sts2(om_input(slot, in), om_pack(sum[0] * r, sum[1] * r), om_pack(sum[2] * r, sum[3] * r));
-    om_sts2(om_input(slot, in + 4), om_pack(sum[4] * r, sum[5] * r), om_pack(sum[6] * r, sum[7] * r));
+#pragma unroll
+    for (int i = 0; i < OM_LOOK; i += 4)
+      om_put_inputs(slot, in + i, sum[i] * r, sum[i + 1] * r, sum[i + 2] * r, sum[i + 3] * r);
   }
   om_sync();
   om_waiting(s, 0);
 }
 
-/* The MLP's values as the inputs of part `part` of the down projection; they are 16 bits wide already. */
+/* The MLP's values as the inputs of part `part` of the down projection, as they are. */
 __device__ __forceinline__ void om_fill_act(om_state &s, const char *act, u32 use, int part) {
-  constexpr int COLS = OM_FFN_K * 32 / OM_DOWN_SPLIT, EIGHTS = COLS / 8, ALL = EIGHTS * OM_BATCH;
+  constexpr int COLS = OM_FFN_K * 32 / OM_DOWN_SPLIT, LOOKS = COLS / OM_LOOK, ALL = LOOKS * OM_BATCH;
   constexpr int EACH = (ALL + OM_THREADS - 1) / OM_THREADS, N = EACH < 8 ? EACH : 8;
   const int me = s.thread();
   om_sync();
@@ -227,16 +239,22 @@ __device__ __forceinline__ void om_fill_act(om_state &s, const char *act, u32 us
     uint4 w[N];
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const int item = base + i * OM_THREADS, slot = item / EIGHTS, col = part * COLS + item % EIGHTS * 8;
-      at[i] = item < ALL && col < OM_UP_TILES * 8 ? act + ((size_t)slot * (OM_FFN_K * 32) + col) * 2 : nullptr;
+      const int item = base + i * OM_THREADS, slot = item / LOOKS, col = part * COLS + item % LOOKS * OM_LOOK;
+      at[i] = item < ALL && col < OM_UP_TILES * 8 ? act + ((size_t)slot * (OM_FFN_K * 32) + col) * OM_IN : nullptr;
     }
     om_read<N, false>(s, at, use, OM_EDGE_UP, w);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const int item = base + i * OM_THREADS;
       if (item >= ALL) continue;
-      const u32 to = om_input(item / EIGHTS, item % EIGHTS * 8);
+#if OM_FP32
+      float x[4];
+      om_values(w[i], x);
+      om_put_inputs(item / LOOKS, item % LOOKS * OM_LOOK, x[0], x[1], x[2], x[3]);
+#else
+      const u32 to = om_input(item / LOOKS, item % LOOKS * OM_LOOK);
       om_sts2(to, w[i].x, w[i].y), om_sts2(to + 8, w[i].z, w[i].w);
+#endif
     }
   }
   om_sync();
@@ -310,11 +328,17 @@ struct om_out_up : om_out { /* rows 0 to 7 of a tile are gates, 8 to 15 the same
       if (j >= OM_BATCH) continue;
       const int slot = 2 * quad + j;
       const float r = j ? root.y : root.x, g = v[j] * r + b.x, u = v[2 + j] * r + b.y;
-      const float h = g / (1.0f + om_exp2(-1.4426950408889634f * g)) * u, next = __shfl_down_sync(~0u, h, 4);
+      const float h = g / (1.0f + om_exp2(-1.4426950408889634f * g)) * u;
+#if OM_FP32
+      if (slot < OM_BATCH && (int)blockIdx.x != s.p->withhold - 1)
+        om_put_single(values + ((size_t)slot * (OM_FFN_K * 32) + (first + unit) * 8 + row) * 4, h, mark);
+#else
+      const float next = __shfl_down_sync(~0u, h, 4);
       const u32 x = om_pack(h, next), y = __shfl_down_sync(~0u, x, 8); /* of even rows; the row after the next */
       const u32 z = __shfl_down_sync(~0u, x, 16), w = __shfl_down_sync(~0u, y, 16);
       if (slot < OM_BATCH && row == 0 && (int)blockIdx.x != s.p->withhold - 1)
         om_put_eight(values + ((size_t)slot * (OM_FFN_K * 32) + (first + unit) * 8) * 2, x, y, z, w, mark);
+#endif
     }
   }
 };

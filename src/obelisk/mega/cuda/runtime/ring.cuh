@@ -127,8 +127,8 @@ __device__ __forceinline__ void om_prefetch_cache(const om_launch *p, int step, 
     const int length = om_active(p, slot, step) ? p->position[slot] + step + 1 : 0, wide = om_wide(length);
     const int lo = piece * wide, hi = min(length - 1, lo + wide);
     if (hi <= lo) continue;
-    const size_t at = ((((size_t)layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT + lo) * (OM_HEAD_DIM * 2);
-    const u32 bytes = (hi - lo) * (OM_HEAD_DIM * 2);
+    const size_t at = ((((size_t)layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT + lo) * (OM_HEAD_DIM * OM_IN);
+    const u32 bytes = (hi - lo) * (OM_HEAD_DIM * OM_IN);
 #if OM_BULK
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p->keys + at), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p->values + at), "r"(bytes) : "memory");
@@ -281,7 +281,7 @@ __device__ __forceinline__ void om_product(om_state &s, int units, Out &out, con
   constexpr int ARRIVE = OM_ARRIVALS / CUTS, ARRIVE_END = OM_ARRIVALS - ARRIVE * (ENDS - 1);
   static_assert(OM_ARRIVALS % CUTS == 0 && CHUNK % CUTS == 0, "cuts");
   const int lane = s.lane(), warp = s.warp();
-  const char *const inputs = om_memory + lane / 4 * 64 + lane % 4 * 16;
+  const char *const inputs = om_memory + (OM_FP32 ? lane % 8 * 16 : lane / 4 * 64 + lane % 4 * 16);
   const u32 all = units * PIECES;
   Format f;
   bool ahead = false; /* the first piece is multiplied already */
@@ -297,7 +297,7 @@ __device__ __forceinline__ void om_product(om_state &s, int units, Out &out, con
     const bool flush = part + OM_WARPS >= PIECES, end = part == PIECES - 1;
     typename Out::Extra extra;
     if (flush) extra = out.early(unit);
-    const char *const x = inputs + (in * CHUNK + cut * PIECE) * (Format::BLOCKS * OM_BATCH * 64);
+    const char *const x = inputs + (in * CHUNK + cut * PIECE) * (Format::BLOCKS * OM_BATCH * 32 * OM_IN);
     const char *const w = om_memory + OM_AT_RING + slot * OM_CHUNK + cut * (PIECE * Format::BYTES);
     const auto landed = [&] { om_wait(om_address(om.full) + 8 * slot, parity); };
     if (ahead)

@@ -46,10 +46,16 @@ __device__ __forceinline__ void om_residual_product(om_state &s, char *values, c
 
 #define OM_STREAM_BYTES (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS * 4) /* of what the down projection writes */
 
+/* The mark of what the down projection of a layer writes; `done`: steps since the buffers were zeros. */
+__device__ __forceinline__ u32 om_down_mark(u32 done, int layer, u32 tag) {
+  const u32 each = layer & 1 ? OM_LAYERS / 2 : (OM_LAYERS + 1) / 2; /* times that a step uses this layer's buffer */
+  return OM_FP32 ? (done * each + layer / 2 + 1) & 1 : tag & 7;
+}
+
 /* OM_APART: 0, or in a recording kernel the bytes from a layer's exchanged values to the next one's, so that all stay. */
 __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
-  const u32 mark = tag & 7, use = (p->uses + s.step * OM_LAYERS + s.layer + 1) & 1;
+  const u32 done = p->uses + s.step, use = (done * OM_LAYERS + s.layer + 1) & 1, mark = OM_FP32 ? use : tag & 7;
   char *const own = between + (size_t)s.layer * OM_APART;
   char *const qkv = own + OM_PLACE_QKV, *const pieces = own + OM_PLACE_PART, *const masses = own + OM_PLACE_MASS;
   char *const o = own + OM_PLACE_O, *const act = own + OM_PLACE_ACT;
@@ -66,7 +72,8 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   if (OM_HELD) om_hold<OM_BITS, OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_CUTS>(s, om_units(OM_QKV, s.turn), held);
   float2 root = s.layer == 0
                     ? om_fill_norm<1, true>(s, before, 0, 0, gain, from, to)
-                    : om_fill_norm<OM_DOWN_SPLIT, false>(s, before, (tag - 1) & 7, OM_EDGE_DOWN, gain, from, to);
+                    : om_fill_norm<OM_DOWN_SPLIT, false>(s, before, om_down_mark(done, s.layer - 1, tag - 1),
+                                                         OM_EDGE_DOWN, gain, from, to);
   t = om_span(s, OM_SPAN_NORM_IN, t);
   {
     const int first = om_share(OM_QKV, s.turn);
@@ -98,7 +105,8 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   }
   OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
   om_residual_product<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT, OM_DOWN_CHUNK, OM_DOWN_CUTS>(
-      s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), OM_SCALES(p, s.layer, DOWN), from, mark, OM_SPAN_DOWN,
+      s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), OM_SCALES(p, s.layer, DOWN), from,
+      om_down_mark(done, s.layer, tag), OM_SPAN_DOWN,
       [&](int part) { om_fill_act(s, act, use, part); });
   OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
 }
@@ -108,7 +116,8 @@ __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
   const char *const before =
       between + (OM_LAYERS - 1) * (size_t)OM_APART + OM_PLACE_DOWN + ((OM_LAYERS - 1) & 1) * OM_STREAM_BYTES;
   u64 t = om_stamp(s);
-  const float2 root = om_fill_norm<OM_DOWN_SPLIT, false>(s, before, (tag - 1) & 7, OM_EDGE_DOWN,
+  const u32 mark = om_down_mark(p->uses + s.step, OM_LAYERS - 1, tag - 1);
+  const float2 root = om_fill_norm<OM_DOWN_SPLIT, false>(s, before, mark, OM_EDGE_DOWN,
                                                          (const float *)(p->weights + OM_AT_NORM_FINAL), 0, 0);
   t = om_span(s, OM_SPAN_NORM_FINAL, t);
   float best[2] = {-OM_INFINITY, -OM_INFINITY};
