@@ -22,7 +22,7 @@ from obelisk.machine import Machine
 from obelisk.plan import write_plan
 from obelisk.runtime import CudaSession
 from obelisk.runtime.packing import pack
-from obelisk.tasks import WeightFormat, Workload, parse_config
+from obelisk.tasks import WeightFormat, Workload, parse_config, parse_format
 
 try:
     MACHINE: Machine = device_here()
@@ -39,13 +39,15 @@ def test_small_models(case: tuple[str, int, str, str]) -> None:
     assert row["ok"], row
 
 
-def test_a_plan_generates_the_same_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weights", "near"), [("bf16", 0.1), ("fp32", 3e-6)])
+def test_a_plan_generates_the_same_again(tmp_path: Path, weights: str, near: float) -> None:
     """Synthesised, written, loaded: prompt A, B, then A again; the limit and the limit plus one."""
     name = "llama, groups of 4"
     save_model(tmp_path / "model", MODELS[name])
-    work = Workload(1, 80, WeightFormat.BF16)
+    work = Workload(1, 80, parse_format(weights))
     made = synthesise_cuda(tmp_path / "model", work, MACHINE, profile=2)
     assert made.plan.tolerance is not None
+    assert made.plan.tolerance < near
     write_plan(made.plan, tmp_path / "plan")
     engine = Engine.load(tmp_path / "plan")
     a, b = [1, 2, 3], list(range(50))
