@@ -33,13 +33,14 @@ from obelisk.engine import Engine, Sampling, Tokenizer
 from obelisk.machine import Machine, MachineKind
 from obelisk.mega import Target, target_of
 from obelisk.plan import Plan, read_plan, write_plan
-from obelisk.runtime import Checkpoint, CpuSession, CudaSession, trace_events
+from obelisk.runtime import Checkpoint, CpuSession, CudaSession, load_session, trace_events
 from obelisk.runtime.packing import stored
 from obelisk.runtime.session import require_weights
 from obelisk.schedule import Choice, SearchAccount
 from obelisk.tasks import ModelConfig, Workload, read_config
 
 plan_app = typer.Typer(help="What a plan holds.", no_args_is_help=True)
+TEMPERATURE = 0.8
 TRACED = 1 << 16  # tasks of a core in a timeline: it shows the last launch
 _EXPLAINED = 12  # schedules listed by --explain
 
@@ -263,7 +264,9 @@ def generate(
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens.")] = 64,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token.")] = False,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.8,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="0 is greedy [0.8].")
+    ] = None,
     top_k: Annotated[int, typer.Option("--top-k", help="Keep the k likeliest [0: all].")] = 0,
     top_p: Annotated[float, typer.Option("--top-p", help="Keep the likeliest of this mass.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same tokens.")] = 0,
@@ -282,10 +285,13 @@ def generate(
     plan = read_plan(plan_file)
     folder = weights_dir or Path(plan.weights_path)
     tokens = _prompt(plan, prompt, prompt_ids, folder)
+    if greedy and (temperature is not None or top_k or top_p != 1.0):
+        raise UserError("--greedy takes the likeliest: leave --temperature, --top-k, --top-p out")
     engine = Engine.load(plan_file, weights_dir)
     if timeline is not None:
         engine.session.trace_room = TRACED
-    sampling = Sampling() if greedy else Sampling(temperature, top_k, top_p, seed)
+    warmth = TEMPERATURE if temperature is None else temperature
+    sampling = Sampling() if greedy else Sampling(warmth, top_k, top_p, seed)
     result = engine.generate([tokens], max_tokens, sampling=sampling)[0]
     if timeline is not None:
         timeline.write_text(json.dumps(trace_events(engine.session.spans)), encoding="utf-8")
@@ -304,8 +310,11 @@ def generate(
             f"loaded: plan {loaded.plan:.2f} s, weights {loaded.weights:.2f} s, kernel and memory "
             f"{loaded.rest:.2f} s", err=True,
         )  # fmt: skip
+    why = result.reason
+    if why == "length" and len(result.tokens) < max_tokens:
+        why += f": the plan's context of {plan.context} is full"
     typer.echo(
-        f"{len(result.tokens)} tokens ({result.reason}){before}; {steps} steps in {seconds:.3f} s, "
+        f"{len(result.tokens)} tokens ({why}){before}; {steps} steps in {seconds:.3f} s, "
         f"{steps / seconds if seconds else 0:.0f} a second",
         err=True,
     )
@@ -339,6 +348,20 @@ def _decided(plan: Plan) -> dict[str, str]:
     }  # fmt: skip
 
 
+def _step_timeline(plan: Plan, weights_dir: Path | None) -> dict[str, Any]:
+    """One step in the middle of the context, every core's or block's tasks by the clocks in the
+    kernel; the second of two, so that memory was touched before.
+    """
+    session = load_session(plan, weights_dir)
+    session.trace_room = TRACED
+    for _ in range(2):
+        session.position[:] = plan.context // 2
+        session.launch([[1 % plan.vocab]] * plan.batch, [1] * plan.batch)
+    made = trace_events(session.spans)
+    session.close()
+    return made
+
+
 def _reached(plan: Plan) -> str:
     """The tolerance, and what was compared for it."""
     if plan.tolerance is None:
@@ -355,11 +378,23 @@ def _reached(plan: Plan) -> str:
 @plan_app.command("show")
 def plan_show(
     plan_file: PlanArg,
-    source: Annotated[bool, typer.Option("--source", help="Show the generated C.")] = False,
+    source: Annotated[bool, typer.Option("--source", help="Show the generated C or CUDA.")] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option("--timeline", metavar="FILE", help="Run a step; write its Perfetto trace."),
+    ] = None,
+    weights_dir: Annotated[
+        Path | None, typer.Option("--weights-dir", metavar="DIR", help="Where the weights are now.")
+    ] = None,
     json_file: JsonOpt = None,
 ) -> None:
     """Show what a plan is for, what it decided, and what was measured."""
     plan = read_plan(plan_file)
+    if timeline is not None:
+        made = _step_timeline(plan, weights_dir)
+        timeline.write_text(json.dumps(made), encoding="utf-8")
+    elif weights_dir is not None:
+        raise UserError("--weights-dir of plan show is for --timeline: nothing else reads weights")
     if source:
         typer.echo(plan.source)
     else:
