@@ -1,6 +1,6 @@
 """The CUDA megakernel on a device: is it right, how fast is it, what does each choice cost?
 
-    python bench/mega_cuda.py check                      # small models against float64
+    python bench/mega_cuda.py check [--only fp32]        # small models against float64
     python bench/mega_cuda.py time NAME[:BATCH[:CONTEXT[:CHANGES[:FORMAT]]]] ...
     python bench/mega_cuda.py torch NAME[:BATCH[:CONTEXT]] ...
     python bench/mega_cuda.py build [SPECS]              # compile alone; without SPECS for check
@@ -87,8 +87,9 @@ def plan_for(spec: str, machine: Machine) -> Plan:
     return planned(shape(name), work, changes, machine)
 
 
-def check(machine: Machine, run: bool = True) -> list[dict[str, Any]]:
-    """All small models; built alone where not `run`."""
+def check(machine: Machine, run: bool = True, only: str = "") -> list[dict[str, Any]]:
+    """The small models whose case holds `only`; built alone where not `run`."""
+    cases = [c for c in CASES if only in ", ".join(map(str, c))]
 
     def make(case: tuple[str, int, str, str]) -> Plan | Exception:
         try:
@@ -97,9 +98,9 @@ def check(machine: Machine, run: bool = True) -> list[dict[str, Any]]:
             return error
 
     with ThreadPoolExecutor(16) as pool:
-        plans = list(pool.map(make, CASES))
+        plans = list(pool.map(make, cases))
     rows: list[dict[str, Any]] = []
-    for case, plan in zip(CASES if run else [], plans if run else [], strict=True):
+    for case, plan in zip(cases if run else [], plans if run else [], strict=True):
         try:
             if isinstance(plan, Exception):
                 raise plan
@@ -256,6 +257,7 @@ def main() -> None:
     parser.add_argument("what", choices=("check", "time", "torch", "build"))
     parser.add_argument("specs", nargs="*")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="check: cases whose text holds this")
     args = parser.parse_args()
     if args.what == "torch":
         from mega_cuda_torch import baseline
@@ -264,7 +266,7 @@ def main() -> None:
     else:
         machine = device_here()
         run = args.what != "build"
-        rows = measure(args.specs, machine, run) if args.specs else check(machine, run)
+        rows = measure(args.specs, machine, run) if args.specs else check(machine, run, args.only)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
