@@ -72,6 +72,7 @@ def small_step(rng: random.Random) -> GpuStep:
         in_flight=rng.randint(1, stages - 1), o_split=1, down_split=rng.choice((1, 2)),
         kv_pieces=rng.choice((1, 2)), rotate=rng.choice((0, 1)),
         barriers=tuple(e for e in ("qkv", "o", "down") if rng.random() < 0.3),
+        kv_ring=rng.random() < 0.3,
     )  # fmt: skip
     return GpuStep(parse_config(c), bf16(rng.choice((1, 2)), 16), tiling)
 

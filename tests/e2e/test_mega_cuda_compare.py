@@ -65,6 +65,7 @@ def differences(c: dict[str, Any], plan: Plan, build: Any, steps: int = 2) -> li
 @pytest.mark.parametrize(
     ("c", "batch", "weights", "changes"),
     [(DEEP, 2, "bf16", "kv_pieces=3+o_split=2"), (DEEP, 1, "fp16", "down_split=2+barriers=o"),
+     (MODELS["llama, groups of 4"], 2, "bf16", "rounded=1+down_split=2+kv_ring=1+staged=0"),
      (SMALL, 1, "int8", ""), (SMALL, 2, "w4a16:64", ""), (DEEP, 2, "fp32", "kv_pieces=3"),
      (MODELS["llama, no groups, biases, odd sizes"], 1, "bf16", "bulk=0"),
      (MODELS["qwen2, groups of 7, tied"], 1, "fp16", "")],

@@ -49,6 +49,11 @@ def _twin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
      ("sm_89", ("llama, no groups, biases, odd sizes", 3, "fp16", "o_split=3")),
      ("sm_90a", ("llama, groups of 4", 1, "bf16", "staged=4+kv_pieces=1")),
      ("sm_90a", ("llama, groups of 4", 2, "bf16", "held=1+mass_beside=1+kv_pieces=5")),
+     ("sm_90a", ("llama, groups of 4", 3, "bf16", "kv_ring=1+kv_pieces=1+chunk_cols=128+stages=9")),
+     ("sm_89", ("qwen3, 24", 1, "fp16", "kv_ring=1+cuts=2+fenced=0+kv_pieces=2")),
+     ("sm_90a", ("llama, groups of 4", 1, "bf16", "rounded=1+kv_ring=1")),
+     ("sm_90a", ("llama, groups of 4", 4, "bf16", "rounded=1+o_split=2+down_split=4")),
+     ("sm_89", ("qwen3, 24", 2, "bf16", "rounded=1+down_split=3")),
      ("sm_90a", ("qwen3, 24", 1, "fp16", "cuts=2+fenced=0+kept=1+chunk_cols=64")),
      ("sm_80", ("qwen3, 24", 2, "bf16", "cuts=4+chunk_cols=128")),
      ("sm_90a", ("qwen3, 24", 2, "w4a16:32:zeros", "")),
@@ -132,7 +137,7 @@ def session_of(name: str, batch: int, changes: str = "") -> CudaSession:
     return CudaSession(plan, pack(plan.layout, random_tensors(MODELS[name], 4).__getitem__))
 
 
-@pytest.mark.parametrize("changes", ["", "cuts=8+fenced=0"])
+@pytest.mark.parametrize("changes", ["", "cuts=8+fenced=0", "kv_ring=1"])
 def test_tokens_do_not_depend_on_who_runs_first(
     monkeypatch: pytest.MonkeyPatch, changes: str
 ) -> None:
@@ -145,6 +150,30 @@ def test_tokens_do_not_depend_on_who_runs_first(
         made = session.launch([[3, 4, 5], [7]], [6, 8])
         runs.append(([r.tokens for r in made], session.logits().tobytes()))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("changes", ["rounded=1", "rounded=1+kv_ring=1+down_split=2+o_split=2"])
+def test_rounded_rows_do_not_depend_on_launches(changes: str) -> None:
+    """Four layers, so that a row has the same mark in every step: one launch of several steps and
+    single ones give the same logits to the bit, and so does the same again.
+    """
+    c = {**MODELS["llama, groups of 4"], "num_hidden_layers": 4}
+    work = Workload(2, 60, WeightFormat.BF16)
+    plan = planned(parse_config(c), work, "staged=0+" + changes, MACHINE)
+    session = CudaSession(plan, pack(plan.layout, random_tensors(c, 4).__getitem__))
+    session.keep_logits = True
+    want = [run.tokens for run in session.launch([[3], [7]], [5, 5])]
+    whole = session.logits().tobytes()
+    for _ in range(2):
+        session.position[:] = 0
+        made: list[list[int]] = [[3], [7]]
+        for _ in range(5):
+            for tokens, run in zip(
+                made, session.launch([t[-1:] for t in made], [1, 1]), strict=True
+            ):
+                tokens += run.tokens
+        assert [tuple(t[1:]) for t in made] == want
+        assert session.logits().tobytes() == whole
 
 
 def test_the_engine_generates_on_a_cuda_plan() -> None:

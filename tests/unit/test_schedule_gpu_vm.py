@@ -24,6 +24,8 @@ TILINGS = (
               down_split=3, barriers=("o", "down")),
     GpuTiling(2, chunk_cols=32, stages=2, in_flight=1, warps=1, kv_pieces=1, rotate=0,
               barriers=EDGES),
+    GpuTiling(3, chunk_cols=32, stages=3, in_flight=2, warps=2, kv_pieces=2, rotate=1,
+              kv_ring=True),
 )  # fmt: skip
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},

@@ -19,7 +19,7 @@ from obelisk.app.compare import Difference
 from obelisk.app.plan_judge import relative_error
 from obelisk.app.synth_cuda import tiling_of
 from obelisk.build.cuda import compile_cuda
-from obelisk.mega.cuda.emit import recording
+from obelisk.mega.cuda.emit import recording, stream_bytes
 from obelisk.plan import Plan
 from obelisk.plan.layout import align
 from obelisk.runtime import CudaSession
@@ -71,11 +71,14 @@ class Recorded:
         return (found & self.bits).view(np.float32) if kind is np.uint32 else found
 
     def _parts(self, name: str, layer: int, buffers: int = 1) -> Array:
-        """The residual stream, from the parts that its readers add up."""
+        """The residual stream, from the parts that its readers add up; part 0 is their sum where
+        rows are rounded.
+        """
         split, rows = getattr(self.tiling, f"{name}_split"), align(self.model.hidden, TILE_ROWS)
-        shape = (buffers * split * self.plan.batch, rows)
-        found = self.session.exchanged_values(name, layer, shape, np.uint32)
-        words = found.reshape(buffers, split, self.plan.batch, rows)[layer % buffers]
+        each = stream_bytes(self.plan.batch, self.tiling, rows, split) // 4
+        found = self.session.exchanged_values(name, layer, (buffers, each), np.uint32)
+        words = found[layer % buffers, : split * self.plan.batch * rows]
+        words = words.reshape(split, self.plan.batch, rows)[: 1 if self.tiling.rounded else split]
         return (words & self.bits).view(np.float32).sum(0, np.float32)[:, : self.model.hidden]
 
     def _attention(self, layer: int) -> Array:

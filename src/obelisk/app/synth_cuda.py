@@ -175,7 +175,8 @@ def describe_gpu(t: GpuTiling) -> str:
     return (
         f"ring {t.stages} x {t.chunk_bytes // 1024} KB, {t.in_flight} in flight "
         f"({t.in_flight_waiting} waiting), o/{t.o_split}, down/{t.down_split}, kv/{t.kv_pieces}"
-        f"{f', {t.staged} staged' if t.staged else ''}"
+        f"{f', {t.staged} staged' if t.staged else ''}{', cache in the ring' if t.kv_ring else ''}"
+        f"{', rows rounded' if t.rounded else ''}"
         f"{f', chunks in up to {t.cuts}' if t.cuts > 1 else ''}{'' if t.fenced else ', no fence'}"
         f"{', rows kept' if t.kept else ''}"
         f"{waits}"

@@ -39,6 +39,9 @@ IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the othe
 WAITING = 2  # chunks in flight while a block waits
 STAGED = 4  # warps whose first positions are copied ahead where a model waits more than it streams:
 FEW = 2  # rings of weights in a block's share of a layer, up to which it does
+ROUNDED = (
+    4  # slots from whose next number on fp32 parts of the residual stream are too much to read
+)
 STREAMED = (
     4  # rings of weights in a block's share of a layer, from which waiting is no reason to stop
 )
@@ -77,6 +80,13 @@ class GpuTiling:
         staged: warps whose first 16 positions of the block's piece of the context are copied into
             shared memory at the beginning of a layer (16-bit keys and values); 0: read when
             attention begins.
+        kv_ring: keys and values of older positions are chunks of the ring, like weights, between
+            those of the q, k, v product and the output projection; else warps read the cache.
+            16-bit keys and values.
+        rounded: the residual stream goes to all blocks as the next product's inputs, 16 bits and
+            the gain in them, with sums of squares; the block that has part 0 of a row adds the
+            other parts to it. Else all read fp32 parts. bf16 weights. The marks in these rows are
+            the same in every step where there are a multiple of four layers.
         held: a warp reads its first weights of a product into registers while the block waits for
             the inputs (16-bit weights, up to two slots). Not measured.
         mass_beside: pieces of attention and their masses are looked at in one loop, not one after
@@ -104,6 +114,8 @@ class GpuTiling:
     barriers: tuple[str, ...] = ()
     in_flight_waiting: int = 2
     staged: int = 0
+    kv_ring: bool = False
+    rounded: bool = False
     held: bool = False
     mass_beside: bool = False
     cuts: int = 1
@@ -312,6 +324,14 @@ def attention_bytes(model: ModelConfig, work: Workload, warps: int) -> int:
     return 2 * align(model.group, MAX_HEADS) * stride + 128 * blocks + sums
 
 
+def kv_tiles(model: ModelConfig, t: GpuTiling) -> int:
+    """Tiles of 16 positions, keys and values, that a slot of the ring holds: a power of two up to
+    the largest of `CUTS`, 0 where none fits.
+    """
+    fit = t.chunk_bytes // (2 * TILE_ROWS * WEIGHT_BYTES * model.head_dim)
+    return max((c for c in CUTS if c <= fit), default=0)
+
+
 def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]:
     """Every product's cut, by name.
 
@@ -402,6 +422,20 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.staged} warps with staged positions, there are {t.warps}"
     if t.staged and input_bytes(work) != WEIGHT_BYTES:
         return f"{t.staged} warps with staged positions: only 16-bit keys and values are staged"
+    if t.rounded and work.weights is not WeightFormat.BF16:
+        return (
+            f"rows rounded before the root of their norm: {work.weights} could overflow, not bf16"
+        )
+    if t.rounded and tile_count(model.hidden) % 4:
+        return f"rounded rows of hidden {model.hidden}: it needs a multiple of 64"
+    if t.kv_ring and t.staged:
+        return "positions are copied ahead either into the ring or into a place of their own"
+    if t.kv_ring and input_bytes(work) != WEIGHT_BYTES:
+        return "only 16-bit keys and values go through the ring"
+    if t.kv_ring and model.group > MAX_HEADS:
+        return f"{model.group} query heads a group: the ring's positions serve up to {MAX_HEADS}"
+    if t.kv_ring and not kv_tiles(model, t):
+        return f"a chunk of {t.chunk_bytes} bytes holds no {TILE_ROWS} positions of the cache"
     if t.bulk and not machine.has(Feature.BULK_COPY):
         return f"{machine.name} has no copy engine"
     return None
@@ -428,11 +462,11 @@ def chunk_slabs(work: Workload) -> tuple[int, ...]:
 
 
 def piece_width(length: int, pieces: int) -> int:
-    """Positions of a piece of a context of `length`, as the kernel cuts it: at most a quarter, or
+    """Positions of a piece of a context of `length`, as the kernel cuts it: at most a sixteenth, or
     seven positions, more than an equal share, so that it seldom changes.
     """
     share = -(-length // pieces)
-    step = max(8, (1 << (share.bit_length() - 1)) // 4)
+    step = max(8, (1 << (share.bit_length() - 1)) // 16)
     return -(-share // step) * step
 
 
@@ -440,13 +474,13 @@ def with_staged(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
 ) -> GpuTiling | None:
     """A tiling with the cache's positions copied ahead for as many warps as have some at half the
-    context (with none, where it has some), its ring cut to what is left; None where that leaves no
-    ring, or where keys and values have 32 bits.
+    context (with none, where it has some, or has them in the ring), its ring cut to what is left;
+    None where that leaves no ring, or where keys and values have 32 bits.
     """
     tiles = -(-piece_width(max(1, work.context // 2), t.kv_pieces) // TILE_ROWS)
     other = replace(t, staged=min(t.warps, tiles))
-    if t.staged:
-        other = replace(t, staged=0, stages=MAX_STAGES)
+    if t.staged or t.kv_ring:
+        other = replace(t, staged=0, kv_ring=False, stages=MAX_STAGES)
     t = _shrunk(model, work, other, machine)
     return t if refuse(model, work, t, machine) is None else None
 
@@ -474,7 +508,18 @@ def _staged(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) 
     copied ahead, where a copy engine and shared memory allow it and most of the ring is left.
     """
     ahead = _shrunk(model, work, replace(t, staged=min(STAGED, t.warps)), machine)
-    return ahead if t.bulk and 4 * ahead.stages >= 3 * t.stages else t
+    return ahead if t.bulk and not t.kv_ring and 4 * ahead.stages >= 3 * t.stages else t
+
+
+def _cached(model: ModelConfig, work: Workload, t: GpuTiling) -> bool:
+    """Whether keys and values go through the ring by default: where there is a copy engine, and a
+    warp has more than one tile of a piece at half the context. For one tile the ring's room is
+    worth more (measured: docs/megakernel-cuda.md).
+    """
+    wide = piece_width(max(1, work.context // 2), t.kv_pieces)
+    fits = model.group <= MAX_HEADS and kv_tiles(model, t) > 0
+    fits &= input_bytes(work) == WEIGHT_BYTES
+    return t.bulk and fits and wide > TILE_ROWS * t.warps
 
 
 def default_tiling(
@@ -487,7 +532,10 @@ def default_tiling(
     take over a third of shared memory; the context is cut so that every block has a piece, at most
     8 of them; the ring takes the rest of shared memory, with 48 KB of it in flight, 16 KB while a
     block waits unless a layer's weights are many rings (such a model is bound by its stream); where
-    they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights).
+    they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights). Long
+    pieces of the context go through the ring. From 5 slots of bf16 on (a multiple of four layers)
+    rows of the residual stream are rounded for all, and the down projection's inputs take no more
+    room than a norm's.
     `blocks` replaces the machine's SM count. Raises `Infeasible` naming the limit where nothing
     fits.
     """
@@ -497,10 +545,14 @@ def default_tiling(
     bulk = machine.has(Feature.BULK_COPY)
     groups = work.batch * model.kv_heads
     cols = slabs_of(work)[0]
+    rounded = work.batch > ROUNDED and work.weights is WeightFormat.BF16
+    rounded &= tile_count(model.hidden) % 4 == 0 and model.layers % 4 == 0  # else marks move
+    narrow = work.batch * WEIGHT_BYTES * k_padded(model.hidden) if rounded else room
     t = GpuTiling(
         blocks=count,
         o_split=_split(model.hidden, model.q_width, count, work, room),
-        down_split=_split(model.hidden, model.ffn, count, work, room),
+        down_split=_split(model.hidden, model.ffn, count, work, min(room, narrow)),
+        rounded=rounded,
         kv_pieces=max(1, min(8, count // groups)),
         bulk=bulk,
         loader_warps=1,
@@ -516,7 +568,9 @@ def default_tiling(
     h, q, f = model.hidden, model.q_width, model.ffn
     layer = int(work.weight_bytes * (h * (q + 2 * model.kv_width) + q * h + 3 * h * f)) // count
     streamed = layer > STREAMED * t.stages * t.chunk_bytes
-    t = replace(t, in_flight=flight, in_flight_waiting=flight if streamed else min(WAITING, flight))
+    fewer = not streamed or rounded
+    t = replace(t, in_flight=flight, in_flight_waiting=min(WAITING, flight) if fewer else flight)
+    t = replace(t, kv_ring=_cached(model, work, t))
     if layer <= FEW * t.stages * t.chunk_bytes and work.batch == 1 and weight_bits(t) == 16:
         t = _staged(model, work, t, machine)
     why = refuse(model, work, t, machine)

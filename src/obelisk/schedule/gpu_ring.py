@@ -13,6 +13,9 @@ Takes a `GpuSchedule`; gives `Fault`s. For every block:
 Rule 3 decides safety: each copy has one take, which waits for that copy and releases its slot, so j
 releases before copy j of a slot can only be those of its first j copies.
 
+Where keys and values go through the ring, a cell's are judged at the whole context: a shorter one
+has fewer chunks, in the same order. Warps that share one of these chunks count as one.
+
 Blocks whose rings are one object are judged once; there are as many different rings as ways to have
 one unit more or less.
 """
@@ -39,10 +42,10 @@ _MOST = 8
 
 
 def streams(step: GpuStep, program: GpuProgram) -> tuple[tuple[int, int], ...]:
-    """Units, and chunks of a unit, of a program's tasks that stream weights."""
+    """Units, and chunks of a unit, of a program's tasks that go through the ring."""
     return tuple(
         (i.task.hi - i.task.lo, step.chunks(i.task.kind))
-        for i in program if isinstance(i, Compute) and step.columns(i.task.kind)
+        for i in program if isinstance(i, Compute) and step.chunks(i.task.kind)
     )  # fmt: skip
 
 

@@ -289,6 +289,8 @@ def _attend_seconds(step: GpuStep, at: _At) -> float:
     cache = 2.0 * input_bytes(step.work) * piece * m.head_dim * t.blocks / costs.stream
     turns = -(-piece // (t.warps * at.positions)) * -(-m.group // head_chunk(m, step.work))
     work = turns * at.attend_seconds
+    if t.kv_ring:  # the cache comes with the weights: only queries are looked at
+        return FILL_LATENCY + rows + costs.latency + work
     # Queries are looked at when the cache has arrived, and multiplied then: nothing overlaps.
     return FILL_LATENCY + rows + 2 * costs.latency + cache + work
 
@@ -349,7 +351,7 @@ def step_phases(
         kinds = [GpuKind.HEAD] if layer < 0 else [k for k in before if k is not GpuKind.HEAD]
         for kind in kinds:
             units = shares(step, kind, layer)
-            copies = units * step.chunks(kind)
+            copies = units * step.chunks(kind, at.position)
             work = _before(step, kind, at)
             alone = work * units if kind is GpuKind.ATTEND else work
             wait = "" if layer == 0 and kind is GpuKind.QKV else t.sync(before[kind]).value

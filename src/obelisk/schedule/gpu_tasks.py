@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from obelisk.schedule.gpu import K_BLOCK, GpuTiling, input_bytes, tile_count, up_tiles
+from obelisk.schedule.gpu import (
+    K_BLOCK,
+    TILE_ROWS,
+    GpuTiling,
+    input_bytes,
+    kv_tiles,
+    piece_width,
+    tile_count,
+    up_tiles,
+)
 from obelisk.tasks.config import ModelConfig
 from obelisk.tasks.kinds import Region
 from obelisk.tasks.workload import Workload
@@ -109,9 +118,21 @@ class GpuStep:
         """Columns of a whole chunk."""
         return self.tiling.head_cols if kind is GpuKind.HEAD else self.tiling.chunk_cols
 
-    def chunks(self, kind: GpuKind) -> int:
-        """Copies that a unit takes."""
-        return -(-self.columns(kind) // self.chunk_cols(kind))
+    def chunks(self, kind: GpuKind, length: int = 0) -> int:
+        """Copies that a unit takes through the ring: of weights, or of a cell's keys and values at
+        a context of `length` (default: the whole), where they go that way. 0: none.
+        """
+        if kind is not GpuKind.ATTEND:
+            return -(-self.columns(kind) // self.chunk_cols(kind))
+        if not self.tiling.kv_ring:
+            return 0
+        wide = piece_width(length or self.work.context, self.tiling.kv_pieces)
+        return -(-wide // self.cached)
+
+    @property
+    def cached(self) -> int:
+        """Positions of a slot of the ring that holds keys and values."""
+        return TILE_ROWS * kv_tiles(self.model, self.tiling)
 
     def unit_bytes(self, kind: GpuKind) -> int:
         """Bytes of weights of a unit."""

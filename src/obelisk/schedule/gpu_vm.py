@@ -2,7 +2,7 @@
 
 Takes a `GpuSchedule` and a checkpoint's tensors; gives logits and tokens. Blocks run one item at a
 time in an order drawn from a seed. Inside a task, the loader, the landing of copies and the warps
-take turns drawn from the seed, too: a chunk is copied into its ring slot and multiplied from there,
+take turns drawn from the seed, too: a chunk is copied into its ring slot and used from there,
 and all memory begins as NaN. So a missing wait, a page or a slot reused early, or a chunk left out
 shows as a wrong number.
 """
@@ -22,6 +22,9 @@ from obelisk.tasks.rope import inverse_frequencies
 from obelisk.tasks.weights import EMBED, FINAL_NORM, HEAD, LAYER
 
 Array = Any
+Use = Callable[
+    [Chunk, "Array | None"], None
+]  # what a warp does with a chunk and what its slot holds
 _MATRIX = {GpuKind.O: "self_attn.o_proj", GpuKind.DOWN: "mlp.down_proj"}
 
 
@@ -61,38 +64,57 @@ class _Ring:
         self.landed += 1
         return True
 
-    def take(self, warp: int, task: int, inputs: Callable[[int], Array], sums: Array) -> bool:
-        """A warp multiplies its next chunk of the task, if it has landed."""
+    def take(self, warp: int, task: int, use: Use) -> bool:
+        """A warp uses its next chunk of the task, if it has landed."""
         item = self.ring.warps[warp][self.warp[warp]]
         if isinstance(item, Join) or self.filled[item.slot] < item.filled:
             return False
-        chunk = item.chunk
-        if chunk.task != task:
-            raise InternalError(f"a warp takes {chunk} in task {task}")
-        data = self.slots[item.slot]
-        columns = inputs(chunk.unit)[:, self.vm.columns(self.block, chunk)]
-        weights = np.full((self.vm.step.tiling.rows, columns.shape[1]), np.nan)
-        if data is not None and data.shape == weights.shape:
-            weights = data
-        sums[chunk.unit, chunk.part] = columns @ weights.T
+        if item.chunk.task != task:
+            raise InternalError(f"a warp takes {item.chunk} in task {task}")
+        use(item.chunk, self.slots[item.slot])
         self.freed[item.slot] += item.releases
         self.warp[warp] += 1
         return True
 
-    def run(self, task: int, inputs: Callable[[int], Array]) -> Array:
-        """All chunks of a streaming task: sums (units, slots, rows)."""
-        units, parts = self.ring.tasks[task]
-        rng = self.vm.rng
-        sums = np.full((units, max(parts, 1), self.vm.step.batch, self.vm.step.tiling.rows), np.nan)
+    def move(self, task: int, use: Use) -> None:
+        """All chunks of a streaming task, in any order that the ring allows."""
         warps = range(len(self.warp))
         while any(not isinstance(self.ring.warps[w][self.warp[w]], Join) for w in warps):
             turns: list[Callable[[], bool]] = [self.load, self.land]
-            turns += [partial(self.take, w, task, inputs, sums) for w in warps]
-            if not any(turns[i]() for i in rng.permutation(len(turns))):
+            turns += [partial(self.take, w, task, use) for w in warps]
+            if not any(turns[i]() for i in self.vm.rng.permutation(len(turns))):
                 raise InternalError(f"the ring of block {self.block} stops moving in task {task}")
         for w in warps:
             self.warp[w] += 1
+
+    def run(self, task: int, inputs: Callable[[int], Array]) -> Array:
+        """A product: sums (units, slots, rows)."""
+        units, parts = self.ring.tasks[task]
+        step = self.vm.step
+        sums = np.full((units, max(parts, 1), step.batch, step.tiling.rows), np.nan)
+
+        def multiply(chunk: Chunk, data: Array | None) -> None:
+            columns = inputs(chunk.unit)[:, self.vm.columns(self.block, chunk)]
+            weights = np.full((step.tiling.rows, columns.shape[1]), np.nan)
+            if data is not None and data.shape == weights.shape:
+                weights = data
+            sums[chunk.unit, chunk.part] = columns @ weights.T
+
+        self.move(task, multiply)
         return sums.sum(1)
+
+    def gather(self, task: int) -> Array:
+        """Keys and values of attention's cells: (2, cells, positions, head_dim)."""
+        cells, parts = self.ring.tasks[task]
+        each, d = self.vm.step.cached, self.vm.step.model.head_dim
+        out = np.full((2, cells, parts * each, d), np.nan)
+
+        def keep(chunk: Chunk, data: Array | None) -> None:
+            if data is not None and data.shape == (2, each, d):
+                out[:, chunk.unit, chunk.part * each : (chunk.part + 1) * each] = data
+
+        self.move(task, keep)
+        return out
 
     def next_step(self) -> None:
         """Back to the first task; what was filled and freed counts on."""
@@ -124,7 +146,7 @@ class GpuMachine:
         self.packed: dict[tuple[GpuKind, int], Array] = {}
         self.rings = [_Ring(self, b) for b in range(blocks)]
         self.streams = [
-            [i.task for i in p if isinstance(i, Compute) and s.columns(i.task.kind)]
+            [i.task for i in p if isinstance(i, Compute) and s.chunks(i.task.kind)]
             for p in schedule.programs
         ]
 
@@ -182,13 +204,32 @@ class GpuMachine:
         return slice(low, min(wide, low + each))
 
     def chunk(self, block: int, chunk: Chunk) -> Array:
-        """A chunk's weights, (rows, columns)."""
+        """A chunk's weights, (rows, columns), or its keys and values, (2, positions, head_dim)."""
         task = self.streams[block][chunk.task]
+        if task.kind is GpuKind.ATTEND:
+            return self._cached(task.layer, task.lo + chunk.unit, chunk.part)
         tile, part = self._place(task, chunk.unit)
         base, rows = part * self.step.columns(task.kind), self.step.tiling.rows
         cut = self.columns(block, chunk)
         stored = self.matrix(task.kind, max(task.layer, 0))
         return stored[tile * rows : (tile + 1) * rows, base + cut.start : base + cut.stop].copy()
+
+    def _piece(self, piece: int) -> tuple[int, int]:
+        """A piece's first position and the end of its range."""
+        each = -(-self.step.work.context // self.step.tiling.kv_pieces)
+        return piece * each, (piece + 1) * each
+
+    def _cached(self, layer: int, cell: int, part: int) -> Array:
+        """What the cache has of a chunk's positions now; NaN where it has none."""
+        s = self.step
+        slot, g, piece = s.cell(cell)
+        low, high = self._piece(piece)
+        low += part * s.cached
+        out = np.full((2, s.cached, s.model.head_dim), np.nan)
+        for rows, cache in zip(out, (self.keys, self.values), strict=True):
+            found = cache[layer, slot, g, low : min(high, low + s.cached)]
+            rows[: len(found)] = found
+        return out
 
     # ---- words ----
     def _span(self, value: str, layer: int, low: int, high: int) -> slice:
@@ -248,8 +289,14 @@ class GpuMachine:
             case k.QKV:
                 self._qkv(block, task)
             case k.ATTEND:
-                for cell in range(task.lo, task.hi):
-                    self._attend(task.layer, cell)
+                cells = range(task.lo, task.hi)
+                held = [None] * len(cells)
+                if s.chunks(task.kind):
+                    held = list(
+                        self.rings[block].gather(self.streams[block].index(task)).swapaxes(0, 1)
+                    )
+                for cell, rows in zip(cells, held, strict=True):
+                    self._attend(task.layer, cell, rows)
             case k.O | k.DOWN:
                 self._residual(block, task)
             case k.UP:
@@ -300,14 +347,17 @@ class GpuMachine:
         a, b = rows[:, :half], rows[:, half:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], 1)
 
-    def _attend(self, layer: int, cell: int) -> None:
+    def _attend(self, layer: int, cell: int, held: Array | None) -> None:
+        """One cell; `held`: keys and values of older positions as the ring brought them, else they
+        are read where they are.
+        """
         s, m, d = self.step, self.step.model, self.step.model.head_dim
         slot, g, piece = s.cell(cell)
         wide, base = (m.group + 2) * d, g * (m.group + 2) * d
         rows = self._rows("qkv", layer, base, base + wide)[slot].reshape(m.group + 2, d)
         n = self.steps
-        each = -(-s.work.context // s.tiling.kv_pieces)
-        low, high = piece * each, min((piece + 1) * each, n + 1)
+        low, end = self._piece(piece)
+        high = min(end, n + 1)
         if low <= n < high:
             self.keys[layer, slot, g, n] = self._head(rows[-2:-1], "k", layer, n)[0]
             self.values[layer, slot, g, n] = rows[-1]
@@ -316,11 +366,18 @@ class GpuMachine:
         out[:, sums] = -np.inf
         if low < high:
             q = self._head(rows[: m.group], "q", layer, n)
-            scores = q @ self.keys[layer, slot, g, low:high].T / np.sqrt(d)
+            keys, values = (c[layer, slot, g, low:high] for c in (self.keys, self.values))
+            if held is not None:
+                old = min(high, n) - low
+                keys, values = (
+                    np.concatenate([h[:old], c[old:]])
+                    for h, c in zip(held, (keys, values), strict=True)
+                )
+            scores = q @ keys.T / np.sqrt(d)
             most = scores.max(1, keepdims=True)
             weight = np.exp(scores - most)
             mass = weight.sum(1, keepdims=True)
-            mean = weight @ self.values[layer, slot, g, low:high] / mass
+            mean = weight @ values / mass
             out[:, :sums, : s.packed] = mean.reshape(m.group, sums, s.packed)
             out[:, sums] = most + np.log(mass)
         self.put("attend", layer, s.cell_width * cell, out.reshape(-1, 2))

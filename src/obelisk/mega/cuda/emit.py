@@ -28,6 +28,7 @@ from obelisk.schedule.gpu import (
     SharedPlan,
     head_chunk,
     input_bytes,
+    kv_tiles,
     products,
     refuse,
     shared_plan,
@@ -102,6 +103,14 @@ def shares(model: ModelConfig, t: GpuTiling) -> dict[str, tuple[int, ...]]:
     return {k: cuts(units[k], t.blocks) for k in KINDS}
 
 
+def stream_bytes(batch: int, t: GpuTiling, rows: int, split: int) -> int:
+    """Bytes of a residual stream of `rows` rows: `split` fp32 parts of every slot's; where they are
+    rounded, part 0 is the sum, and 16-bit rows and the sum of squares of each tile follow.
+    """
+    rounded = 2 * rows + 4 * (rows // TILE_ROWS) if t.rounded else 0
+    return align(batch * (4 * rows * split + rounded), 128)
+
+
 def _places(model: ModelConfig, work: Workload, t: GpuTiling) -> tuple[dict[str, int], int]:
     """Where each exchanged value begins, in bytes, and how many there are in all."""
     b, rows, each = work.batch, align(model.hidden, TILE_ROWS), input_bytes(work)
@@ -109,8 +118,8 @@ def _places(model: ModelConfig, work: Workload, t: GpuTiling) -> tuple[dict[str,
         "qkv": 4 * b * (model.heads + 2 * model.kv_heads) * model.head_dim,
         "part": each * b * model.heads * t.kv_pieces * model.head_dim,
         "mass": 4 * b * model.heads * align(t.kv_pieces, 4),
-        "o": 4 * t.o_split * b * rows,
-        "down": 8 * t.down_split * b * rows,
+        "o": stream_bytes(b, t, rows, t.o_split),
+        "down": 2 * stream_bytes(b, t, rows, t.down_split),
         "act": each * b * t.padded(model.ffn),
         "best": 16 * b * t.blocks,
         "token": 16 * b,
@@ -203,6 +212,9 @@ def _defines(
     plan: SharedPlan, places: Mapping[str, int],
 ) -> list[str]:  # fmt: skip
     cut = products(model, work.batch, t)
+    shared_by = [p.cuts for p in cut.values()]  # warps that may share a slot
+    if t.kv_ring:
+        shared_by.append(kv_tiles(model, t))
     batch2 = 1 << (work.batch - 1).bit_length()
     hidden = tile_count(model.hidden)
     kept = max(b - a for name in ("o", "down") for a, b in pairwise(shares(model, t)[name]))
@@ -214,13 +226,16 @@ def _defines(
         "TRY_WAIT": int(_capability(machine) >= 90), "SLOTS": SLOTS,
         "BATCH": work.batch, "BATCH2": batch2, "BLOCKS": t.blocks, "WARPS": t.warps,
         "LOADERS": 1 if t.bulk else t.loader_warps, "STAGES": t.stages, "FLIGHT": t.in_flight,
-        **_formats(work), "CHUNK": t.chunk_bytes, "ARRIVALS": max(p.cuts for p in cut.values()),
+        **_formats(work), "CHUNK": t.chunk_bytes, "ARRIVALS": max(shared_by),
+        "KV_RING": int(t.kv_ring), "KV_TILES": kv_tiles(model, t),
         **{f"{n.upper()}_CHUNK": p.chunk for n, p in cut.items()},
         **{f"{n.upper()}_CUTS": p.cuts for n, p in cut.items()},
         "FLIGHT_WAITING": min(t.in_flight, t.in_flight_waiting),
         "WINDOW": max(t.stages // p.chunks + 2 for p in cut.values()),
         "ROTATE": t.rotate % t.blocks, "PIECES": t.kv_pieces,
         "O_SPLIT": t.o_split, "DOWN_SPLIT": t.down_split,
+        "ROUNDED": int(t.rounded), "PART_BYTES": 4 * work.batch * hidden * TILE_ROWS,
+        "STREAM_BYTES": stream_bytes(work.batch, t, hidden * TILE_ROWS, t.down_split),
         "LAYERS": model.layers, "HIDDEN": model.hidden, "HIDDEN_ROWS": hidden * TILE_ROWS,
         "HIDDEN_TILES": hidden, "HIDDEN_K": t.padded(model.hidden) // 32,
         "Q_K": t.padded(model.q_width) // 32, "FFN_K": t.padded(model.ffn) // 32,

@@ -151,54 +151,79 @@ class _Judge:
 
     def combine(self, turns: Sequence[int], gen: int) -> None:
         """The output projection: read the pieces of a part's heads, write rows."""
+        self.sums("o", "o", turns, gen)
+
+    def sums(self, kind: str, value: str, turns: Sequence[int], gen: int) -> None:
+        """A product that ends in the residual stream. Where its rows are rounded for all, the block
+        with part 0 adds the others' before it writes them.
+        """
+        later: list[tuple[int, range]] = []
+        for block, turn in enumerate(turns):
+            for part, tiles in self.split(kind, turn):
+                self.inputs(kind, block, part, gen)
+                if self.t.rounded and part == 0:
+                    later.append((block, tiles))
+                else:
+                    self.rows(value, block, part, tiles, gen)
+        for block, tiles in later:
+            for part in range(1, self.t.o_split if kind == "o" else self.t.down_split):
+                self.wait(value, block, self.cells(part, tiles), gen)
+            self.rows(value, block, 0, tiles, gen)
+
+    def inputs(self, kind: str, block: int, part: int, gen: int) -> None:
+        """Read what a part of such a product multiplies: heads' pieces, or the MLP's columns."""
+        if kind == "down":
+            cols = self.t.padded(self.m.ffn) // self.t.down_split
+            cells = slice(part * cols // CELL, -(-(part + 1) * cols // CELL))
+            self.wait("act", block, cells, gen)
+            return
         m, t = self.m, self.t
         cols = t.padded(m.q_width) // t.o_split
         heads = np.arange(self.buffers["part"].cells) // t.kv_pieces % m.kv_heads
         lo, hi = heads * m.group * m.head_dim, (heads + 1) * m.group * m.head_dim
-        for block, turn in enumerate(turns):
-            for part, tiles in self.split("o", turn):
-                need = np.flatnonzero((lo < (part + 1) * cols) & (hi > part * cols))
-                self.wait("part", block, need, gen)
-                self.rows("o", block, part, tiles, gen)
+        need = np.flatnonzero((lo < (part + 1) * cols) & (hi > part * cols))
+        self.wait("part", block, need, gen)
+
+    def cells(self, part: int, tiles: range) -> slice:
+        """Tiles of a part of the residual stream."""
+        each, base = TILE_ROWS // CELL, part * self.hidden
+        return slice((base + tiles.start) * each, (base + tiles.stop) * each)
 
     def rows(self, value: str, block: int, part: int, tiles: range, gen: int) -> None:
         """Write tiles of a part of the residual stream."""
-        each = TILE_ROWS // CELL
-        base = part * self.hidden
-        self.write(
-            value, block, slice((base + tiles.start) * each, (base + tiles.stop) * each), gen
-        )
+        self.write(value, block, self.cells(part, tiles), gen)
 
     def down(self, value: str, turns: Sequence[int], gen: int) -> None:
         """The down projection: read a part's columns, write rows."""
-        cols = self.t.padded(self.m.ffn) // self.t.down_split
-        for block, turn in enumerate(turns):
-            for part, tiles in self.split("down", turn):
-                self.wait(
-                    "act", block, slice(part * cols // CELL, -(-(part + 1) * cols // CELL)), gen
-                )
-                self.rows(value, block, part, tiles, gen)
+        self.sums("down", value, turns, gen)
+
+    def stream(self, value: str, gen: int) -> None:
+        """Every block reads the residual stream: all parts, or their sum."""
+        whole = slice(0, self.hidden * TILE_ROWS // CELL) if self.t.rounded else slice(None)
+        for block in range(self.t.blocks):
+            self.wait(value, block, whole, gen)
 
     def step(self, number: int, layers: int, head: bool) -> None:
         """One step of all blocks."""
         blocks = self.t.blocks
         turns = list(range(blocks))
+        first = number * layers if self.t.rounded else 0  # what says which of two buffers it is
         for layer in range(layers):
             gen = number * (layers + 1) + layer
             if layer:
-                self.all_of(f"down{(layer - 1) & 1}", gen - 1)
+                self.stream(f"down{(first + layer - 1) & 1}", gen - 1)
             self.product("qkv", "qkv", turns, TILE_ROWS // CELL, gen)
             self.attend(layer, turns, gen)
             self.combine(turns, gen)
-            self.all_of("o", gen)
+            self.stream("o", gen)
             self.product("up", "act", turns, 1, gen)
-            self.down(f"down{layer & 1}", turns, gen)
+            self.down(f"down{(first + layer) & 1}", turns, gen)
             turns = [(x + self.t.rotate) % blocks for x in turns]
         gen = number * (layers + 1) + layers
         if not head:
             self.meet()
             return
-        self.all_of(f"down{(layers - 1) & 1}", gen - 1)
+        self.stream(f"down{(first + layers - 1) & 1}", gen - 1)
         for block in range(blocks):
             self.write("best", block, slice(block, block + 1), gen)
         self.all_of("best", gen)

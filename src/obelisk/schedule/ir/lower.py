@@ -133,7 +133,7 @@ class _Builder:
         step = self.step
         tasks = tuple(
             (i.task.hi - i.task.lo, step.chunks(i.task.kind))
-            for i in program if isinstance(i, Compute) and step.columns(i.task.kind)
+            for i in program if isinstance(i, Compute) and step.chunks(i.task.kind)
         )  # fmt: skip
         found = self.rings.get(tasks)
         if found is None:

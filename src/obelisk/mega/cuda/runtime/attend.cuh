@@ -41,20 +41,19 @@ struct om_tile { /* of 16 positions: lane (row, quad) has positions `row` and `r
       }
     }
   }
-#if OM_STAGED
-  /* From this warp's staging memory. */
-  __device__ __forceinline__ void take(const char *staged, int row, int quad) {
+  /* From shared memory, rows STRIDE bytes apart; unless ALL are there, those from `rows` on are zero. */
+  template <int STRIDE, bool ALL>
+  __device__ __forceinline__ void take(const char *keys, const char *values, int rows, int row, int quad) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int j = 0; j < OM_DIM_BLOCKS; j++) {
-        const char *const at = staged + (row + 8 * half) * OM_Q_STRIDE + j * 64 + quad * 16;
-        const bool in = 32 * j + 8 * quad < OM_HEAD_DIM;
-        k[j][half] = in ? *(const uint4 *)at : make_uint4(0, 0, 0, 0);
-        v[j][half] = in ? *(const uint4 *)(at + 16 * OM_Q_STRIDE) : make_uint4(0, 0, 0, 0);
+        const int at = (row + 8 * half) * STRIDE + j * 64 + quad * 16;
+        const bool in = (ALL || row + 8 * half < rows) && 32 * j + 8 * quad < OM_HEAD_DIM;
+        k[j][half] = in ? *(const uint4 *)(keys + at) : make_uint4(0, 0, 0, 0);
+        v[j][half] = in ? *(const uint4 *)(values + at) : make_uint4(0, 0, 0, 0);
       }
   }
-#endif
   /* The newest position, from shared memory. */
   __device__ __forceinline__ void add(const char *fresh, int at, int row, int quad) {
 #pragma unroll
@@ -159,7 +158,7 @@ __device__ __forceinline__ void om_new_row(const om_state &s, int h, const char 
   const float4 gain = OM_QK_NORM && in && h <= OM_GROUP ? *(const float4 *)(gains + 4 * lane) : none;
   const char *const at[1] = {in ? from + ((size_t)h * OM_HEAD_DIM + 4 * lane) * 4 : nullptr};
   uint4 w[1];
-  om_read<1, true>(s, at, mark, OM_EDGE_QKV, w);
+  om_read<1, 0>(s, at, mark, 0, OM_EDGE_QKV, w);
   float x[4] = {om_single(w[0].x), om_single(w[0].y), om_single(w[0].z), om_single(w[0].w)};
   if (h <= OM_GROUP) {
     float root = 1.0f;
@@ -207,10 +206,9 @@ __device__ __forceinline__ void om_stage(const om_state &s) {
   const om_launch *p = s.p;
   const int item = s.turn, warp = s.warp(), lane = s.lane();
   if (item >= OM_ITEMS || warp >= OM_STAGED) return;
-  const int slot = item / (OM_KV_HEADS * OM_PIECES), head = item / OM_PIECES % OM_KV_HEADS, piece = item % OM_PIECES;
-  const int length = om_active(p, slot, s.step) ? p->position[slot] + s.step + 1 : 0, wide = om_wide(length);
-  const int start = piece * wide + 16 * warp, rows = min(length - 1, (piece + 1) * wide) - start;
-  const size_t row = (((size_t)s.layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT + start;
+  const om_range range = om_range_of(p, s.step, item);
+  const int start = range.lo + 16 * warp, rows = range.old - start;
+  const size_t row = (((size_t)s.layer * OM_BATCH + range.slot) * OM_KV_HEADS + range.head) * OM_CONTEXT + start;
   char *const to = om_staging(warp);
   for (int i = lane; i < 16 * (OM_HEAD_DIM / 8); i += 32) {
     const int r = i / (OM_HEAD_DIM / 8), at = i % (OM_HEAD_DIM / 8) * 16;
@@ -226,6 +224,29 @@ __device__ __forceinline__ void om_stage(const om_state &s) {
 }
 #endif
 
+#if OM_KV_RING
+/* Tile `tile` of an item whose keys and values are chunks of the ring, from chunk `first` on: `rows` positions. */
+__device__ __forceinline__ void om_take_tile(om_tile &t, u32 first, int tile, int rows, int row, int quad) {
+  const u32 chunk = first + tile / OM_KV_TILES, slot = chunk % OM_STAGES;
+  const char *const keys = om_memory + OM_AT_RING + slot * OM_CHUNK + tile % OM_KV_TILES * (32 * OM_HEAD_DIM);
+  if (16 * tile < rows) om_wait(om_address(om.full) + 8 * slot, chunk / OM_STAGES & 1);
+  t.take<2 * OM_HEAD_DIM, false>(keys, keys + OM_KV_TILES * (32 * OM_HEAD_DIM), rows - 16 * tile, row, quad);
+}
+/* The tile's part of its slot goes back to the loader, behind the products that it went into: see om_product. */
+__device__ __forceinline__ void om_give_tile(const om_softmax &a, u32 first, int tile, int rows, int lane) {
+  constexpr int EACH = OM_ARRIVALS / OM_KV_TILES;
+  static_assert(OM_ARRIVALS % OM_KV_TILES == 0, "arrivals");
+  const int in = tile % OM_KV_TILES;
+  const bool last = in == OM_KV_TILES - 1 || 16 * (tile + 1) >= rows;
+  bool read = om_is_sum(a.mass[0]) && om_is_sum(a.mass[1]);
+#pragma unroll
+  for (int j = 0; j < OM_DIM_BLOCKS; j++) read = read && om_is_sum(a.sum[j][0][0]) && om_is_sum(a.sum[j][1][0]);
+  __syncwarp();
+  if (16 * tile < rows && read && lane < (last ? OM_ARRIVALS - in * EACH : EACH))
+    om_arrive(om_address(om.empty) + 8 * ((first + tile / OM_KV_TILES) % OM_STAGES));
+}
+#endif
+
 /* Where an item's first head has its place in rows of `row` pieces of `bytes`. */
 __device__ __forceinline__ char *om_piece(char *base, int item, int row, int bytes) {
   const int head = item / (OM_KV_HEADS * OM_PIECES) * OM_HEADS + item / OM_PIECES % OM_KV_HEADS * OM_GROUP;
@@ -235,11 +256,9 @@ __device__ __forceinline__ char *om_piece(char *base, int item, int row, int byt
 __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char *qkv, char *pieces, char *masses,
                                                u32 mark, u32 use, const float *q_gain, const float *k_gain) {
   const om_launch *p = s.p;
-  const int slot = item / (OM_KV_HEADS * OM_PIECES), head = item / OM_PIECES % OM_KV_HEADS, piece = item % OM_PIECES;
   const int me = s.thread(), warp = me / 32, lane = me % 32, row = lane / 4, quad = lane % 4;
-  const int length = om_active(p, slot, s.step) ? p->position[slot] + s.step + 1 : 0;
-  const int wide = om_wide(length);
-  const int lo = piece * wide, hi = min(length, lo + wide);
+  const om_range range = om_range_of(p, s.step, item);
+  const int slot = range.slot, head = range.head, length = range.length, lo = range.lo, hi = range.hi;
   if (hi <= lo) {
     constexpr int LOOKS = OM_HEAD_DIM / OM_LOOK;
     char *const out = om_piece(pieces, item, OM_PIECES, OM_HEAD_DIM * OM_IN), *const mass_out =
@@ -251,14 +270,18 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
     return;
   }
   const bool fresh = hi == length;
-  const int old = fresh ? hi - 1 : hi;
+  const int old = range.old;
   const size_t cache = (((size_t)s.layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT;
   char *const keys = p->keys + cache * (OM_HEAD_DIM * OM_IN), *const values = p->values + cache * (OM_HEAD_DIM * OM_IN);
   char *const queries = om_memory, *const newest = queries + OM_Q_PARTS * OM_Q_ROWS * OM_Q_STRIDE;
   float *const merged = (float *)(newest + 2 * OM_NEWEST);
   const int start = lo + OM_POSITIONS * warp;
   om_tile t;
-#if OM_STAGED
+#if OM_KV_RING
+  const u32 ring = s.chunk; /* all warps go on behind the item's chunks */
+  s.chunk += (old - lo + 16 * OM_KV_TILES - 1) / (16 * OM_KV_TILES);
+  om_take_tile(t, ring, warp, old - lo, row, quad);
+#elif OM_STAGED
   const bool staged = item == s.turn && warp < OM_STAGED;
   if (!staged) t.load(keys, values, start, old, row, quad);
 #else
@@ -283,18 +306,24 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
     om_begin(a);
 #pragma unroll 1
     for (int at = start; at < hi; at += OM_POSITIONS * OM_WARPS) {
-#if OM_STAGED
+#if OM_KV_RING
+      const int tile = (at - lo) / 16;
+      if (at > start) om_take_tile(t, ring, tile, old - lo, row, quad);
+#elif OM_STAGED
       if (staged && at == start) {
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncwarp();
-        t.take(om_staging(warp), row, quad);
+        t.take<OM_Q_STRIDE, true>(om_staging(warp), om_staging(warp) + 16 * OM_Q_STRIDE, 16, row, quad);
       } else if (at > start || (chunk > 0 && start + OM_POSITIONS * OM_WARPS < hi))
-#else
-      if (at > start || (chunk > 0 && start + OM_POSITIONS * OM_WARPS < hi))
-#endif
         t.load(keys, values, at, old, row, quad);
+#else
+      if (at > start || (chunk > 0 && start + OM_POSITIONS * OM_WARPS < hi)) t.load(keys, values, at, old, row, quad);
+#endif
       if (fresh && at <= old && old < at + OM_POSITIONS) t.add(newest, old - at, row, quad);
       om_fold(a, t, queries + chunk * OM_Q_STRIDE, at, hi, row, quad);
+#if OM_KV_RING
+      om_give_tile(a, ring, tile, old - lo, lane);
+#endif
     }
     om_leave(a, merged + warp * (OM_HEADS_AT * OM_MERGED), start < hi, row, quad);
     om_sync();

@@ -77,6 +77,7 @@ struct om_shared {
   int best_id[OM_WARPS][OM_BATCH];
   int token[OM_BATCH], made[OM_BATCH], done[OM_BATCH], reached[OM_BATCH];
   int dead, traced, waiting;
+  u32 began;
 };
 __shared__ __align__(16) om_shared om;
 extern __shared__ __align__(128) char om_memory[];
@@ -168,6 +169,15 @@ __device__ __forceinline__ float om_single(u32 w) { /* without its mark */
 __device__ __forceinline__ void om_put_single(void *at, float v, u32 mark) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(om_marked(v, mark)) : "memory");
 }
+__device__ __forceinline__ void om_put_singles(void *at, const float4 &v, u32 mark) {
+  asm volatile("{.reg .b128 q; mov.b128 q, {%1, %2}; st.relaxed.gpu.global.b128 [%0], q;}" ::"l"(at),
+               "l"((u64)om_marked(v.y, mark) << 32 | om_marked(v.x, mark)),
+               "l"((u64)om_marked(v.w, mark) << 32 | om_marked(v.z, mark))
+               : "memory");
+}
+__device__ __forceinline__ float4 om_take_singles(const uint4 &w) {
+  return make_float4(om_single(w.x), om_single(w.y), om_single(w.z), om_single(w.w));
+}
 __device__ __forceinline__ bool om_singles(const uint4 &w, u32 mark) { /* four fp32, all of this mark */
   return (((w.x ^ mark) | (w.y ^ mark) | (w.z ^ mark) | (w.w ^ mark)) & OM_MARKS) == 0;
 }
@@ -203,6 +213,12 @@ __device__ __forceinline__ void om_values(const uint4 &w, float (&x)[OM_LOOK]) {
     x[2 * i] = y.x, x[2 * i + 1] = y.y;
 #endif
   }
+}
+
+/* The nearest number that is a bf16 whose last bit is `mark`: half as much noise as a bit set after rounding. */
+__device__ __forceinline__ float om_marked16(float v, u32 mark) {
+  const u32 u = __float_as_uint(v), size = u & 0x7fffffffu, m = mark << 16;
+  return __uint_as_float((u & 0x80000000u) | ((((max(size, m) - m) + 0x10000u) & ~0x1ffffu) + m));
 }
 
 /* One failed look at a word, now and then. True when waiting is over: the limit is exceeded, or another block has
@@ -250,10 +266,10 @@ __device__ __forceinline__ void om_take(const om_state &s, const u64 *at, int st
   }
 }
 
-/* N times four fp32 (SINGLE) or OM_LOOK values from at[i] (null: zeros), all wanted with `mark`: what is missing is
- * looked at again. */
-template <int N, bool SINGLE>
-__device__ __forceinline__ void om_read(const om_state &s, const char *const (&at)[N], u32 mark, int edge,
+/* N times 16 bytes from at[i] (null: zeros): the first EIGHTS are OM_LOOK inputs of products, wanted with the mark
+ * `use`, the others four fp32, wanted with `mark`. What is missing is looked at again. */
+template <int N, int EIGHTS>
+__device__ __forceinline__ void om_read(const om_state &s, const char *const (&at)[N], u32 mark, u32 use, int edge,
                                         uint4 (&w)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) w[i] = at[i] ? om_look(at[i]) : make_uint4(0, 0, 0, 0);
@@ -263,12 +279,12 @@ __device__ __forceinline__ void om_read(const om_state &s, const char *const (&a
     u32 seen = 0;
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (at[i] && !(SINGLE ? om_singles(w[i], mark) : om_eights(w[i], mark)))
-        missing = true, seen = SINGLE || OM_FP32 ? w[i].w & OM_MARKS : w[i].w >> 16 & 1;
-    if (!missing || wait.over(s, edge, mark, seen)) return;
+      if (at[i] && !(i < EIGHTS ? om_eights(w[i], use) : om_singles(w[i], mark)))
+        missing = true, seen = i < EIGHTS && !OM_FP32 ? w[i].w >> 16 & 1 : w[i].w & OM_MARKS;
+    if (!missing || wait.over(s, edge, EIGHTS ? use : mark, seen)) return;
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (at[i] && !(SINGLE ? om_singles(w[i], mark) : om_eights(w[i], mark))) w[i] = om_look(at[i]);
+      if (at[i] && !(i < EIGHTS ? om_eights(w[i], use) : om_singles(w[i], mark))) w[i] = om_look(at[i]);
   }
 }
 

@@ -98,7 +98,7 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
               at[k * N + i] =
                   col < OM_HIDDEN_ROWS ? stream + (((size_t)k * OM_BATCH + slot) * OM_HIDDEN_ROWS + col) * 4 : nullptr;
             }
-          om_read<N * SPLIT, true>(s, at, mark, edge, all);
+          om_read<N * SPLIT, 0>(s, at, mark, 0, edge, all);
 #pragma unroll
           for (int k = 0; k < SPLIT; k++)
 #pragma unroll
@@ -149,79 +149,221 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
   return OM_ROOT_LATE ? make_float2(om_root(2 * quad), om_root(2 * quad + 1)) : make_float2(1.0f, 1.0f);
 }
 
-/* Attention's pieces, joined, as the inputs of part `part` of the output projection: OM_LOOK columns a thread. */
+#if OM_ROUNDED
+/* Where a stream has what every block reads, behind the parts: rows as the next product's inputs, squares of tiles. */
+#define OM_AT_ROWS(split) ((size_t)(split) * OM_PART_BYTES)
+#define OM_AT_SQUARES(split) (OM_AT_ROWS(split) + OM_BATCH * OM_HIDDEN_ROWS * 2)
+
+/* The residual stream's rows as inputs: the blocks that ended them (om_end_rows) multiplied them by the gain and
+ * rounded them, and say what their squares sum to. Of the fp32 rows a block reads those alone that it will add to,
+ * [from, to). */
+template <int SPLIT>
+__device__ __forceinline__ float2 om_fill_rows(om_state &s, const char *stream, u32 mark, u32 use, int edge, int from,
+                                               int to) {
+  constexpr int EIGHTS = OM_HIDDEN_K * 4, ALL = EIGHTS * OM_BATCH, EACH = (ALL + OM_THREADS - 1) / OM_THREADS;
+  constexpr int N = EACH < 8 ? EACH : 8, QUADS = OM_HIDDEN_TILES / 4, Q = (QUADS + OM_TEAM * 32 - 1) / (OM_TEAM * 32);
+  const int me = s.thread(), warp = s.warp(), mine = (to - from) / 4, own = mine * OM_BATCH;
+  const int team = warp / OM_TEAM, first = warp % OM_TEAM * 32 + s.lane();
+  const char *const rows = stream + OM_AT_ROWS(SPLIT), *const squares = stream + OM_AT_SQUARES(SPLIT);
+  float *const residual = (float *)(om_memory + OM_AT_RESIDUAL);
+  const auto row_at = [&](int i) { /* of the rows that this block keeps */
+    return i < own ? stream + ((size_t)(i / mine) * OM_HIDDEN_ROWS + from + i % mine * 4) * 4 : nullptr;
+  };
+  const auto keep = [&](int i, const uint4 &w) {
+    if (i < own) *(float4 *)(residual + i / mine * OM_RESIDUAL_ROWS + i % mine * 4) = om_take_singles(w);
+  };
+  om_sync(); /* the inputs of the product before are no longer read */
+  om_waiting(s, 1);
+  float sum = 0.0f;
+  for (int base = me; base - me < ALL; base += OM_THREADS * N) {
+    const char *at[N + Q + 1];
+    uint4 w[N + Q + 1];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const int item = base + i * OM_THREADS, slot = item / EIGHTS, col = item % EIGHTS * 8;
+      at[i] = item < ALL && col < OM_HIDDEN_ROWS ? rows + ((size_t)slot * OM_HIDDEN_ROWS + col) * 2 : nullptr;
+    }
+#pragma unroll
+    for (int q = 0; q < Q; q++) {
+      const int quad = first + q * OM_TEAM * 32;
+      const bool mine_too = base == me && team < OM_BATCH && quad < QUADS;
+      at[N + q] = mine_too ? squares + ((size_t)team * QUADS + quad) * 16 : nullptr;
+    }
+    at[N + Q] = base == me ? row_at(me) : nullptr;
+    om_read<N + Q + 1, N>(s, at, mark, use, edge, w);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const int item = base + i * OM_THREADS;
+      if (item >= ALL) continue;
+      const u32 to = om_input(item / EIGHTS, item % EIGHTS * 8);
+      om_sts2(to, w[i].x, w[i].y), om_sts2(to + 8, w[i].z, w[i].w);
+    }
+#pragma unroll
+    for (int q = 0; q < Q; q++) {
+      const float4 x = om_take_singles(w[N + q]);
+      sum += (x.x + x.y) + (x.z + x.w);
+    }
+    if (base == me) keep(me, w[N + Q]);
+  }
+  for (int i = me + OM_THREADS; i < own; i += OM_THREADS) { /* a few blocks keep many rows */
+    const char *const at[1] = {row_at(i)};
+    uint4 w[1];
+    om_read<1, 0>(s, at, mark, 0, edge, w);
+    keep(i, w[0]);
+  }
+#pragma unroll
+  for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if (s.lane() == 0) om.squares[warp] = sum;
+  om_sync();
+  om_waiting(s, 0);
+  const int quad = s.quad();
+  return make_float2(om_root(2 * quad), om_root(2 * quad + 1));
+}
+
+/* Four gains of the rows that this thread will end: read before they are wanted. */
+__device__ __forceinline__ float4 om_early_gain(const om_state &s, const float *gain, int from, int to) {
+  const int mine = (to - from) / 4, i = s.thread();
+  return i < mine * OM_BATCH ? *(const float4 *)(gain + from + i % mine * 4) : make_float4(0, 0, 0, 0);
+}
+
+/* The rows [from, to) whose part 0 this block has in shared memory, the residual stream in it: the other parts are
+ * added in order, and all that others read is written. */
+template <int SPLIT>
+__device__ __forceinline__ void om_end_rows(om_state &s, char *stream, const float *gain, const float4 &early, int from,
+                                            int to, u32 mark, u32 use, int edge) {
+  if (to <= from) return;
+  const int mine = (to - from) / 4, own = mine * OM_BATCH, me = s.thread();
+  const float *const residual = (const float *)(om_memory + OM_AT_RESIDUAL);
+  om_sync(); /* the sums are there */
+  for (int i = me; i - me % 32 < own; i += OM_THREADS) {
+    const bool here = i < own;
+    const int slot = here ? i / mine : 0, row = here ? from + i % mine * 4 : from;
+    char *const to32 = stream + ((size_t)slot * OM_HIDDEN_ROWS + row) * 4;
+    float4 x = *(const float4 *)(residual + slot * OM_RESIDUAL_ROWS + row - from);
+    const float4 g = i == me ? early : *(const float4 *)(gain + row);
+    if (SPLIT > 1) {
+      constexpr int MORE = SPLIT > 1 ? SPLIT - 1 : 1;
+      const char *at[MORE];
+      uint4 w[MORE];
+#pragma unroll
+      for (int k = 0; k < MORE; k++) at[k] = here ? to32 + (size_t)(k + 1) * OM_PART_BYTES : nullptr;
+      om_read<MORE, 0>(s, at, mark, 0, edge, w);
+#pragma unroll
+      for (int k = 0; k < MORE; k++) {
+        const float4 y = om_take_singles(w[k]);
+        x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+      }
+    }
+    float square = (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w);
+    square += __shfl_xor_sync(~0u, square, 1), square += __shfl_xor_sync(~0u, square, 2);
+    const u32 a = om_pack(x.x * g.x, x.y * g.y), c = __shfl_down_sync(~0u, a, 1);
+    const float last = x.w * g.w; /* of every other thread's: the eighth column */
+    const u32 b = om_pack(x.z * g.z, row % 8 ? om_marked16(last, use) : last), d = __shfl_down_sync(~0u, b, 1);
+    if (!here) continue;
+    om_put_singles(to32, x, mark);
+    const size_t at = (size_t)slot * OM_HIDDEN_ROWS + row;
+    if (row % 8 == 0) om_put_eight(stream + OM_AT_ROWS(SPLIT) + at * 2, a, b, c, d, use);
+    if (row % 16 == 0) om_put_single(stream + OM_AT_SQUARES(SPLIT) + at / 16 * 4, square, mark);
+  }
+}
+#endif
+
+/* OM_LOOK columns of attention's pieces with their masses, joined: inputs from column `in` of a slot on. */
+__device__ __forceinline__ void om_join_pieces(const uint4 *w, const uint4 *m, bool here, int slot, int in) {
+  float mass[OM_PIECES4], top = -OM_INFINITY, total = 0.0f, sum[OM_LOOK] = {};
+#pragma unroll
+  for (int k = 0; k < OM_PIECES4 / 4; k++) {
+    mass[4 * k] = om_single(m[k].x), mass[4 * k + 1] = om_single(m[k].y);
+    mass[4 * k + 2] = om_single(m[k].z), mass[4 * k + 3] = om_single(m[k].w);
+  }
+#pragma unroll
+  for (int k = 0; k < OM_PIECES; k++) top = fmaxf(top, mass[k]);
+#pragma unroll
+  for (int k = 0; k < OM_PIECES; k++) {
+    const float f = mass[k] == -OM_INFINITY ? 0.0f : om_exp2(mass[k] - top);
+    float x[OM_LOOK];
+    om_values(w[k], x);
+    total += f;
+#pragma unroll
+    for (int i = 0; i < OM_LOOK; i++) sum[i] += f * x[i];
+  }
+  const float r = here && total > 0.0f ? 1.0f / total : 0.0f;
+#pragma unroll
+  for (int i = 0; i < OM_LOOK; i += 4)
+    om_put_inputs(slot, in + i, sum[i] * r, sum[i + 1] * r, sum[i + 2] * r, sum[i + 3] * r);
+}
+
+/* Whether the masses of all pieces have this mark. */
+__device__ __forceinline__ bool om_masses(const uint4 *m, u32 mark) {
+  u32 other = 0;
+#pragma unroll
+  for (int k = 0; k < OM_PIECES; k++) {
+    const uint4 &v = m[k / 4];
+    other |= (k % 4 == 0 ? v.x : k % 4 == 1 ? v.y : k % 4 == 2 ? v.z : v.w) ^ mark;
+  }
+  return (other & OM_MARKS) == 0;
+}
+
+/* Attention's pieces, joined, as the inputs of part `part` of the output projection: OM_LOOK columns at a time, GO
+ * of these looked at at once, since a look takes as long for one as for all. */
 __device__ __forceinline__ void om_fill_attention(om_state &s, const char *pieces, const char *masses, u32 mark,
                                                   u32 use, int part) {
   constexpr int COLS = OM_Q_K * 32 / OM_O_SPLIT, LOOKS = COLS / OM_LOOK, ALL = LOOKS * OM_BATCH, N = OM_PIECES,
-                M = OM_PIECES4 / 4;
+                M = OM_PIECES4 / 4, EACH = (ALL + OM_THREADS - 1) / OM_THREADS, CAP = N + M >= 12 ? 1 : 12 / (N + M),
+                GO = EACH < CAP ? EACH : CAP;
   const int me = s.thread();
   om_sync();
   om_waiting(s, 1);
 #pragma unroll 1
-  for (int base = me; base < ALL; base += OM_THREADS) {
-    const int slot = base / LOOKS, in = base % LOOKS * OM_LOOK, col = part * COLS + in, head = col / OM_HEAD_DIM;
-    const bool here = col < OM_HEADS * OM_HEAD_DIM;
-    const char *at[N];
-    const char *const mass_at = masses + ((size_t)slot * OM_HEADS + head) * (OM_PIECES4 * 4);
-    uint4 w[N], m[M];
+  for (int base = me; base < ALL; base += OM_THREADS * GO) {
+    const char *at[GO * N], *mass_at[GO];
+    uint4 w[GO * N], m[GO * M];
 #pragma unroll
-    for (int k = 0; k < N; k++)
-      at[k] = here ? pieces + ((((size_t)slot * OM_HEADS + head) * OM_PIECES + k) * OM_HEAD_DIM + col % OM_HEAD_DIM) *
-                                  OM_IN
-                   : nullptr;
+    for (int g = 0; g < GO; g++) {
+      const int item = base + g * OM_THREADS, slot = item / LOOKS, in = item % LOOKS * OM_LOOK, col = part * COLS + in;
+      const size_t row = (size_t)slot * OM_HEADS + col / OM_HEAD_DIM;
+      const bool here = item < ALL && col < OM_HEADS * OM_HEAD_DIM;
+      mass_at[g] = here ? masses + row * (OM_PIECES4 * 4) : nullptr;
 #pragma unroll
-    for (int k = 0; k < M; k++) m[k] = here ? om_look(mass_at + k * 16) : make_uint4(0, 0, 0, 0);
+      for (int k = 0; k < N; k++)
+        at[g * N + k] = here ? pieces + ((row * OM_PIECES + k) * OM_HEAD_DIM + col % OM_HEAD_DIM) * OM_IN : nullptr;
+    }
+#pragma unroll
+    for (int k = 0; k < GO * M; k++)
+      m[k] = mass_at[k / M] ? om_look(mass_at[k / M] + k % M * 16) : make_uint4(0, 0, 0, 0);
 #if !OM_MASS_BESIDE
-    om_read<N, false>(s, at, use, OM_EDGE_ATTEND, w);
+    om_read<GO * N, GO * N>(s, at, 0, use, OM_EDGE_ATTEND, w);
 #else /* what is looked at after the pieces comes a whole look later */
 #pragma unroll
-    for (int k = 0; k < N; k++) w[k] = here ? om_look(at[k]) : make_uint4(0, 0, 0, 0);
+    for (int k = 0; k < GO * N; k++) w[k] = at[k] ? om_look(at[k]) : make_uint4(0, 0, 0, 0);
 #endif
     om_patience wait;
-    float mass[OM_PIECES4];
     for (;;) {
       bool missing = false;
 #pragma unroll
-      for (int k = 0; k < M; k++) {
-        mass[4 * k] = __uint_as_float(m[k].x), mass[4 * k + 1] = __uint_as_float(m[k].y);
-        mass[4 * k + 2] = __uint_as_float(m[k].z), mass[4 * k + 3] = __uint_as_float(m[k].w);
-      }
-#pragma unroll
-      for (int k = 0; k < N; k++) missing |= here && (__float_as_uint(mass[k]) & OM_MARKS) != mark;
+      for (int g = 0; g < GO; g++) missing |= mass_at[g] && !om_masses(m + g * M, mark);
 #if OM_MASS_BESIDE
-      const bool masses_missing = missing;
 #pragma unroll
-      for (int k = 0; k < N; k++) missing |= here && !om_eights(w[k], use);
+      for (int k = 0; k < GO * N; k++) missing |= at[k] && !om_eights(w[k], use);
+#endif
       if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, m[0].x & OM_MARKS)) break;
+#if OM_MASS_BESIDE
 #pragma unroll
-      for (int k = 0; k < N; k++)
-        if (here && !om_eights(w[k], use)) w[k] = om_look(at[k]);
-      if (!masses_missing) continue;
-#else
-      if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, m[0].x & OM_MARKS)) break;
+      for (int k = 0; k < GO * N; k++)
+        if (at[k] && !om_eights(w[k], use)) w[k] = om_look(at[k]);
 #endif
 #pragma unroll
-      for (int k = 0; k < M; k++) m[k] = om_look(mass_at + k * 16);
-    }
-    float top = -OM_INFINITY, total = 0.0f, sum[OM_LOOK] = {};
+      for (int g = 0; g < GO; g++)
+        if (mass_at[g] && !om_masses(m + g * M, mark))
 #pragma unroll
-    for (int k = 0; k < N; k++) {
-      mass[k] = om_single(__float_as_uint(mass[k]));
-      top = fmaxf(top, mass[k]);
+          for (int k = 0; k < M; k++) m[g * M + k] = om_look(mass_at[g] + k * 16);
     }
 #pragma unroll
-    for (int k = 0; k < N; k++) {
-      const float f = mass[k] == -OM_INFINITY ? 0.0f : om_exp2(mass[k] - top);
-      float x[OM_LOOK];
-      om_values(w[k], x);
-      total += f;
-#pragma unroll
-      for (int i = 0; i < OM_LOOK; i++) sum[i] += f * x[i];
+    for (int g = 0; g < GO; g++) {
+      const int item = base + g * OM_THREADS;
+      if (item < ALL)
+        om_join_pieces(w + g * N, m + g * M, mass_at[g] != nullptr, item / LOOKS, item % LOOKS * OM_LOOK);
     }
-    const float r = here && total > 0.0f ? 1.0f / total : 0.0f;
-#pragma unroll
-    for (int i = 0; i < OM_LOOK; i += 4)
-      om_put_inputs(slot, in + i, sum[i] * r, sum[i + 1] * r, sum[i + 2] * r, sum[i + 3] * r);
   }
   om_sync();
   om_waiting(s, 0);
@@ -242,7 +384,7 @@ __device__ __forceinline__ void om_fill_act(om_state &s, const char *act, u32 us
       const int item = base + i * OM_THREADS, slot = item / LOOKS, col = part * COLS + item % LOOKS * OM_LOOK;
       at[i] = item < ALL && col < OM_UP_TILES * 8 ? act + ((size_t)slot * (OM_FFN_K * 32) + col) * OM_IN : nullptr;
     }
-    om_read<N, false>(s, at, use, OM_EDGE_UP, w);
+    om_read<N, N>(s, at, 0, use, OM_EDGE_UP, w);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const int item = base + i * OM_THREADS;
@@ -300,7 +442,7 @@ struct om_out_qkv : om_out {
 };
 
 struct om_out_residual : om_out { /* the part with the stream itself adds it, and the bias */
-  const float *residual; /* null for other parts */
+  float *residual; /* null for other parts */
   int kept; /* first row that is kept */
   __device__ __forceinline__ void put(int unit, const float (&v)[4], float2 b) const {
     const int quad = s.quad(), row = (first + unit) * 16 + s.row();
@@ -310,8 +452,12 @@ struct om_out_residual : om_out { /* the part with the stream itself adds it, an
       if (j >= OM_BATCH || slot >= OM_BATCH) continue;
       float lo = v[j] + b.x, hi = v[2 + j] + b.y;
       if (residual) {
-        const float *const x = residual + slot * OM_RESIDUAL_ROWS + row - kept;
+        float *const x = residual + slot * OM_RESIDUAL_ROWS + row - kept;
         lo += x[0], hi += x[8];
+        if (OM_ROUNDED) {
+          x[0] = lo, x[8] = hi; /* for om_end_rows */
+          continue;
+        }
       }
       char *const to = values + ((size_t)slot * OM_HIDDEN_ROWS + row) * 4;
       om_put_single(to, lo, mark), om_put_single(to + 32, hi, mark);

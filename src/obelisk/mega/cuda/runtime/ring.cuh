@@ -46,9 +46,20 @@ __device__ __forceinline__ int om_share(int kind, int turn) {
 __device__ __forceinline__ bool om_active(const om_launch *p, int slot, int step) {
   return step < p->planned[slot];
 }
-__device__ __forceinline__ int om_wide(int length) { /* positions of a piece: at most a quarter more than its share */
-  const int share = (length + OM_PIECES - 1) / OM_PIECES, step = max(8, 1 << (31 - __clz(max(share, 1))) >> 2);
+__device__ __forceinline__ int om_wide(int length) { /* positions of a piece: at most a sixteenth more than its share */
+  const int share = (length + OM_PIECES - 1) / OM_PIECES, step = max(8, 1 << (31 - __clz(max(share, 1))) >> 4);
   return (share + step - 1) / step * step;
+}
+struct om_range { /* an item of attention: positions [lo, hi) of a slot's head group; those before `old` are cached */
+  int slot, head, length, lo, hi, old;
+};
+__device__ __forceinline__ om_range om_range_of(const om_launch *p, int step, int item) {
+  om_range r;
+  r.slot = item / (OM_KV_HEADS * OM_PIECES), r.head = item / OM_PIECES % OM_KV_HEADS;
+  r.length = om_active(p, r.slot, step) ? p->position[r.slot] + step + 1 : 0;
+  const int wide = om_wide(r.length);
+  r.lo = item % OM_PIECES * wide, r.hi = min(r.length, r.lo + wide), r.old = min(r.length - 1, r.hi);
+  return r;
 }
 __device__ __forceinline__ bool om_moved(const om_launch *p, int step) { /* pieces are others than in the step before */
   bool any = false;
@@ -69,13 +80,32 @@ __device__ __forceinline__ bool om_has_head(const om_launch *p, int step) {
   return any;
 }
 
+#if OM_KV_RING
+/* What a step appends to the cache is copied in the next one: the loader waits until the consumers have begun it (the
+ * word of thread 0, behind a fence that all their stores are before). */
+__device__ __forceinline__ void om_announce(const om_state &s) {
+  if (s.thread()) return;
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("st.release.cta.b32 [%0], %1;" ::"l"(&om.began), "r"(s.step) : "memory");
+}
+__device__ __forceinline__ void om_await(int step) {
+  u32 began;
+  do asm volatile("ld.acquire.cta.b32 %0, [%1];" : "=r"(began) : "l"(&om.began) : "memory");
+  while ((int)began < step);
+#if OM_BULK
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+#endif
+
 struct om_loader {
   u32 ring, full, empty; /* shared addresses */
   u32 slot, parity, behind, behind_parity, flying;
-  u64 policy;
+  u64 policy, often; /* of weights, and of what L2 may keep */
   int lane;
 
-  __device__ __forceinline__ void copy(const char *from, u32 bytes) {
+  /* The next slot, once it is free and few enough copies are on their way; `bytes` will come. */
+  __device__ __forceinline__ u32 claim(u32 bytes) {
     om_wait(empty + 8 * slot, parity);
     u32 limit = OM_FLIGHT;
     if (OM_FLIGHT_WAITING < OM_FLIGHT && *(volatile int *)&om.waiting) limit = OM_FLIGHT_WAITING;
@@ -85,20 +115,34 @@ struct om_loader {
       flying--;
     }
     flying++;
-    const u32 to = ring + slot * OM_CHUNK, bar = full + 8 * slot;
 #if OM_BULK
+    const u32 bar = full + 8 * slot;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+#endif
+    return ring + slot * OM_CHUNK;
+  }
+  __device__ __forceinline__ void bring(u32 to, const char *from, u32 bytes, u64 policy) {
+#if OM_BULK
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
             "r"(to),
-        "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+        "l"(from), "r"(bytes), "r"(full + 8 * slot), "l"(policy)
         : "memory");
 #else
     for (u32 i = lane * 16; i < bytes; i += OM_LOADERS * 512)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
+#endif
+  }
+  __device__ __forceinline__ void commit() {
+#if !OM_BULK
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * slot) : "memory");
 #endif
     if (++slot == OM_STAGES) slot = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void copy(const char *from, u32 bytes) {
+    const u32 to = claim(bytes);
+    bring(to, from, bytes, policy);
+    commit();
   }
 
   /* Units of one product: TILES tiles of BLOCKS_K blocks of 32 columns, split SPLIT ways; CHUNK slabs at a time. */
@@ -113,6 +157,24 @@ struct om_loader {
       for (u32 done = 0; done < UNIT; done += EACH) copy(from + done, UNIT - done < EACH ? UNIT - done : EACH);
     }
   }
+
+#if OM_KV_RING
+  /* This block's pieces of the cache of a layer, but for the newest position: OM_KV_TILES tiles of 16 positions a slot,
+   * keys first. */
+  __device__ __forceinline__ void cache(const om_launch *p, int step, int layer, int turn) {
+    constexpr int ROW = OM_HEAD_DIM * 2, MOST = 16 * OM_KV_TILES;
+    for (int item = turn; item < OM_ITEMS; item += OM_BLOCKS) {
+      const om_range r = om_range_of(p, step, item);
+      const size_t row = (((size_t)layer * OM_BATCH + r.slot) * OM_KV_HEADS + r.head) * OM_CONTEXT;
+      for (int at = r.lo; at < r.old; at += MOST) {
+        const u32 bytes = min(MOST, r.old - at) * ROW, to = claim(2 * bytes);
+        bring(to, p->keys + (row + at) * ROW, bytes, often);
+        bring(to + MOST * ROW, p->values + (row + at) * ROW, bytes, often);
+        commit();
+      }
+    }
+  }
+#endif
 };
 
 __device__ __forceinline__ void om_prefetch(const char *at, int bytes, int block) {
@@ -123,12 +185,11 @@ __device__ __forceinline__ void om_prefetch(const char *at, int bytes, int block
  * from memory queues behind the weights that are on their way. */
 __device__ __forceinline__ void om_prefetch_cache(const om_launch *p, int step, int layer, int turn, int lane) {
   for (int item = turn; item < OM_ITEMS; item += OM_BLOCKS) {
-    const int slot = item / (OM_KV_HEADS * OM_PIECES), head = item / OM_PIECES % OM_KV_HEADS, piece = item % OM_PIECES;
-    const int length = om_active(p, slot, step) ? p->position[slot] + step + 1 : 0, wide = om_wide(length);
-    const int lo = piece * wide, hi = min(length - 1, lo + wide);
-    if (hi <= lo) continue;
-    const size_t at = ((((size_t)layer * OM_BATCH + slot) * OM_KV_HEADS + head) * OM_CONTEXT + lo) * (OM_HEAD_DIM * OM_IN);
-    const u32 bytes = (hi - lo) * (OM_HEAD_DIM * OM_IN);
+    const om_range r = om_range_of(p, step, item);
+    if (r.old <= r.lo) continue;
+    const size_t row = (((size_t)layer * OM_BATCH + r.slot) * OM_KV_HEADS + r.head) * OM_CONTEXT + r.lo;
+    const size_t at = row * (OM_HEAD_DIM * OM_IN);
+    const u32 bytes = (r.old - r.lo) * (OM_HEAD_DIM * OM_IN);
 #if OM_BULK
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p->keys + at), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p->values + at), "r"(bytes) : "memory");
@@ -144,9 +205,10 @@ __device__ __forceinline__ void om_prefetch_cache(const om_launch *p, int step, 
 __device__ __forceinline__ void om_load(const om_launch *p, int block, int lane) {
   om_loader r;
   r.ring = om_address(om_memory) + OM_AT_RING, r.full = om_address(om.full), r.empty = om_address(om.empty);
-  r.slot = 0, r.parity = 1, r.behind = 0, r.behind_parity = 0, r.flying = 0, r.lane = lane, r.policy = 0;
+  r.slot = 0, r.parity = 1, r.behind = 0, r.behind_parity = 0, r.flying = 0, r.lane = lane, r.policy = r.often = 0;
 #if OM_BULK
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r.policy));
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(r.often));
 #endif
   for (int step = 0; step < p->steps; step++) {
     int turn = block;
@@ -154,8 +216,12 @@ __device__ __forceinline__ void om_load(const om_launch *p, int block, int lane)
       const char *w = p->weights + OM_LAYER_OFFSET + (size_t)layer * OM_LAYER_BYTES;
       const char *next = layer + 1 < OM_LAYERS ? w + OM_LAYER_BYTES : p->weights + OM_LAYER_OFFSET;
       if (lane == 0) om_prefetch(next + OM_AT_VECTORS, OM_VECTOR_BYTES, block);
-      om_prefetch_cache(p, step, layer, turn, lane);
+      if (!OM_KV_RING) om_prefetch_cache(p, step, layer, turn, lane);
       r.stream<OM_QKV, OM_BITS, OM_QKV_TILES, 1, OM_HIDDEN_K, OM_QKV_CHUNK>(w + OM_AT_QKV, turn);
+#if OM_KV_RING
+      if (layer == 0 && step > 0) om_await(step);
+      r.cache(p, step, layer, turn);
+#endif
       r.stream<OM_O, OM_BITS, OM_HIDDEN_TILES, OM_O_SPLIT, OM_Q_K, OM_O_CHUNK>(w + OM_AT_O, turn);
       r.stream<OM_UP, OM_BITS, OM_UP_TILES, 1, OM_HIDDEN_K, OM_UP_CHUNK>(w + OM_AT_UP, turn);
       r.stream<OM_DOWN, OM_BITS, OM_HIDDEN_TILES, OM_DOWN_SPLIT, OM_FFN_K, OM_DOWN_CHUNK>(w + OM_AT_DOWN, turn);

@@ -31,9 +31,9 @@ __device__ __forceinline__ void om_residual_product(om_state &s, char *values, c
     if (OM_HELD) om_hold<OM_BITS, BLOCKS_K, CHUNK, CUTS>(s, stop - u, held);
     fill(part);
     const u64 t1 = om_span(s, kind - 1, t0);
-    om_out_residual out{{s, values + (size_t)part * (OM_BATCH * OM_HIDDEN_ROWS * 4), part ? nullptr : bias,
+    om_out_residual out{{s, values + (size_t)part * OM_PART_BYTES, part ? nullptr : bias,
                          scales, u - part * OM_HIDDEN_TILES, mark},
-                        part ? nullptr : (const float *)(om_memory + OM_AT_RESIDUAL),
+                        part ? nullptr : (float *)(om_memory + OM_AT_RESIDUAL),
                         kept};
     om_product<OM_BITS, BLOCKS_K, CHUNK, CUTS>(s, stop - u, out, held);
     om_span(s, kind, t1);
@@ -44,7 +44,14 @@ __device__ __forceinline__ void om_residual_product(om_state &s, char *values, c
 #define OM_EDGE_DONE(barrier, edge) \
   if (barrier) om_meet(s, edge)
 
-#define OM_STREAM_BYTES (OM_DOWN_SPLIT * OM_BATCH * OM_HIDDEN_ROWS * 4) /* of what the down projection writes */
+/* What the down projection writes lies in two places in turn: by the number of a layer, or, where 16-bit rows go with
+ * it, by how many layers there were, since their mark says how often their place was used. */
+__device__ __forceinline__ char *om_stream(char *between, u32 layers, int layer) {
+  return between + OM_PLACE_DOWN + (OM_ROUNDED ? layers & 1 : layer & 1) * OM_STREAM_BYTES;
+}
+__device__ __forceinline__ u32 om_stream_use(u32 layers) { /* a recording kernel uses each place once */
+  return (OM_APART ? layers & 1 : layers >> 1 & 1) ^ 1;
+}
 
 /* The mark of what the down projection of a layer writes; `done`: steps since the buffers were zeros. */
 __device__ __forceinline__ u32 om_down_mark(u32 done, int layer, u32 tag) {
@@ -55,12 +62,13 @@ __device__ __forceinline__ u32 om_down_mark(u32 done, int layer, u32 tag) {
 /* OM_APART: 0, or in a recording kernel the bytes from a layer's exchanged values to the next one's, so that all stay. */
 __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
-  const u32 done = p->uses + s.step, use = (done * OM_LAYERS + s.layer + 1) & 1, mark = OM_FP32 ? use : tag & 7;
+  const u32 done = p->uses + s.step, layers = done * OM_LAYERS + s.layer, use = (layers + 1) & 1;
+  const u32 mark = OM_FP32 ? use : tag & 7;
   char *const own = between + (size_t)s.layer * OM_APART;
   char *const qkv = own + OM_PLACE_QKV, *const pieces = own + OM_PLACE_PART, *const masses = own + OM_PLACE_MASS;
   char *const o = own + OM_PLACE_O, *const act = own + OM_PLACE_ACT;
-  char *const down = own + OM_PLACE_DOWN + (s.layer & 1) * OM_STREAM_BYTES;
-  const char *const before = own - OM_APART + OM_PLACE_DOWN + (~s.layer & 1) * OM_STREAM_BYTES;
+  char *const down = om_stream(own, layers, s.layer);
+  const char *const before = om_stream(own - OM_APART, layers + 1, s.layer + 1);
   int from, to;
 #if OM_STAGED
   om_stage(s);
@@ -70,10 +78,16 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   const float *gain = om_vector(p, s.layer, OM_AT_NORM_IN);
   om_held held;
   if (OM_HELD) om_hold<OM_BITS, OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_CUTS>(s, om_units(OM_QKV, s.turn), held);
-  float2 root = s.layer == 0
-                    ? om_fill_norm<1, true>(s, before, 0, 0, gain, from, to)
-                    : om_fill_norm<OM_DOWN_SPLIT, false>(s, before, om_down_mark(done, s.layer - 1, tag - 1),
-                                                         OM_EDGE_DOWN, gain, from, to);
+  float2 root;
+  if (s.layer == 0)
+    root = om_fill_norm<1, true>(s, before, 0, 0, gain, from, to);
+  else
+#if OM_ROUNDED
+    root = om_fill_rows<OM_DOWN_SPLIT>(s, before, (tag - 1) & 7, om_stream_use(layers - 1), OM_EDGE_DOWN, from, to);
+#else
+    root = om_fill_norm<OM_DOWN_SPLIT, false>(s, before, om_down_mark(done, s.layer - 1, tag - 1), OM_EDGE_DOWN, gain,
+                                              from, to);
+#endif
   t = om_span(s, OM_SPAN_NORM_IN, t);
   {
     const int first = om_share(OM_QKV, s.turn);
@@ -87,15 +101,26 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
                    om_vector(p, s.layer, OM_AT_K_GAIN));
   om_span(s, OM_SPAN_ATTEND, t);
   OM_EDGE_DONE(OM_BARRIER_ATTEND, OM_EDGE_ATTEND);
+#if OM_ROUNDED
+  gain = om_vector(p, s.layer, OM_AT_NORM_MID);
+  float4 early = om_early_gain(s, gain, from, to);
+#endif
   om_residual_product<OM_O, OM_Q_K / OM_O_SPLIT, OM_O_CHUNK, OM_O_CUTS>(
       s, o, om_vector(p, s.layer, OM_AT_O_BIAS), OM_SCALES(p, s.layer, O), from, mark, OM_SPAN_O,
       [&](int part) { om_fill_attention(s, pieces, masses, mark, use, part); });
+#if OM_ROUNDED
+  om_end_rows<OM_O_SPLIT>(s, o, gain, early, from, to, mark, use, OM_EDGE_O);
+#endif
   OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
   t = om_stamp(s);
   om_own(OM_DOWN, s.turn, from, to);
   om_held held_up;
   if (OM_HELD) om_hold<OM_BITS, OM_HIDDEN_K, OM_UP_CHUNK, OM_UP_CUTS>(s, om_units(OM_UP, s.turn), held_up);
+#if OM_ROUNDED
+  root = om_fill_rows<OM_O_SPLIT>(s, o, mark, use, OM_EDGE_O, from, to);
+#else
   root = om_fill_norm<OM_O_SPLIT, false>(s, o, mark, OM_EDGE_O, om_vector(p, s.layer, OM_AT_NORM_MID), from, to);
+#endif
   t = om_span(s, OM_SPAN_NORM_MID, t);
   {
     const int first = om_share(OM_UP, s.turn);
@@ -104,21 +129,33 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
     om_span(s, OM_SPAN_UP, t);
   }
   OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
+#if OM_ROUNDED
+  gain = s.layer + 1 < OM_LAYERS ? om_vector(p, s.layer + 1, OM_AT_NORM_IN)
+                                 : (const float *)(p->weights + OM_AT_NORM_FINAL);
+  early = om_early_gain(s, gain, from, to);
+#endif
   om_residual_product<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT, OM_DOWN_CHUNK, OM_DOWN_CUTS>(
       s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), OM_SCALES(p, s.layer, DOWN), from,
       om_down_mark(done, s.layer, tag), OM_SPAN_DOWN,
       [&](int part) { om_fill_act(s, act, use, part); });
+#if OM_ROUNDED
+  om_end_rows<OM_DOWN_SPLIT>(s, down, gain, early, from, to, mark, om_stream_use(layers), OM_EDGE_DOWN);
+#endif
   OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
 }
 
 __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
-  const char *const before =
-      between + (OM_LAYERS - 1) * (size_t)OM_APART + OM_PLACE_DOWN + ((OM_LAYERS - 1) & 1) * OM_STREAM_BYTES;
+  const u32 layers = (p->uses + s.step + 1) * OM_LAYERS - 1;
+  const char *const before = om_stream(between + (OM_LAYERS - 1) * (size_t)OM_APART, layers, OM_LAYERS - 1);
   u64 t = om_stamp(s);
+#if OM_ROUNDED
+  const float2 root = om_fill_rows<OM_DOWN_SPLIT>(s, before, (tag - 1) & 7, om_stream_use(layers), OM_EDGE_DOWN, 0, 0);
+#else
   const u32 mark = om_down_mark(p->uses + s.step, OM_LAYERS - 1, tag - 1);
   const float2 root = om_fill_norm<OM_DOWN_SPLIT, false>(s, before, mark, OM_EDGE_DOWN,
                                                          (const float *)(p->weights + OM_AT_NORM_FINAL), 0, 0);
+#endif
   t = om_span(s, OM_SPAN_NORM_FINAL, t);
   float best[2] = {-OM_INFINITY, -OM_INFINITY};
   int best_id[2] = {0x7fffffff, 0x7fffffff};
@@ -179,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
       om.token[b] = om_active(p, b, 0) ? p->feed[b * p->feed_stride] : 0;
       om.made[b] = om.done[b] = 0, om.reached[b] = p->position[b];
     }
-    om.dead = om.traced = om.waiting = 0;
+    om.dead = om.traced = om.waiting = 0, om.began = 0;
 #if OM_BULK
     asm volatile("fence.mbarrier_init.release.cluster;");
 #endif
@@ -200,6 +237,9 @@ extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
   for (s.step = 0; s.step < p->steps; s.step++) {
     s.turn = block;
     if (s.step > 0 && om_moved(p, s.step)) om_meet(s, OM_EDGE_STEP);
+#if OM_KV_RING
+    om_announce(s);
+#endif
     for (s.layer = 0; s.layer < OM_LAYERS; s.layer++) {
       om_layer(s, p->values_between, ++tag);
       s.turn += OM_ROTATE;
