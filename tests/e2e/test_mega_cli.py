@@ -94,3 +94,24 @@ def test_options_that_would_be_ignored_are_refused(
     assert main(["generate", str(plan), "--prompt-ids", "1", "--greedy", *option]) == 2
     assert "--greedy takes the likeliest" in capsys.readouterr().err
     assert main(["generate", str(plan), "--prompt-ids", "1", "--max-tokens", "2", *option]) == 0
+
+
+def test_synth_refuses_before_it_works(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan that could not be written, and more SMs than the machine has."""
+    model = str(plan.with_name("m"))
+    assert main(["synth", model, "-o", "/nowhere/at/all"]) == 2
+    assert "no directory /nowhere/at to write the plan in" in capsys.readouterr().err
+    for rest in (["-o", str(plan.with_name("x"))], ["--explain"]):
+        assert main(["synth", model, "--device", "sm_89", "--cores", "129", *rest]) == 2
+        assert "129 SMs asked for, rtx4090 has 128" in capsys.readouterr().err
+
+
+def test_explain_is_written_too(plan: Path) -> None:
+    """`--explain --json` on a CPU: every schedule that fits, best first, and what was pruned."""
+    out = plan.with_name("e.json")
+    assert main(["synth", str(plan.with_name("m")), "--explain", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    seconds = [c["predicted_seconds"] for c in found["choices"]]
+    assert seconds == sorted(seconds)
+    assert len(seconds) + sum(found["pruned"].values()) == found["tried"]
+    assert all(c["scratch_bytes"] > 0 and c["tiling"]["panel"] in (4, 8) for c in found["choices"])

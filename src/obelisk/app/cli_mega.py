@@ -55,6 +55,21 @@ def _write_json(path: Path | None, data: Any) -> None:
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
+def _explained_json(choices: list[Choice], account: SearchAccount) -> dict[str, Any]:
+    """What `--explain` says of a CPU's schedules, ranked."""
+    return {
+        "choices": [
+            {
+                "sync": c.schedule.sync.value, "tiling": c.schedule.shape.tiling.to_json(),
+                "predicted_seconds": c.timeline.seconds,
+                "scratch_bytes": c.schedule.pages.nbytes, **asdict(c.resources),
+            }
+            for c in choices
+        ],
+        "tried": account.tried, "pruned": dict(account.pruned), "examples": list(account.examples),
+    }  # fmt: skip
+
+
 def _explain(choices: list[Choice], account: SearchAccount) -> None:
     console = stdout()
     first = choices[0].resources
@@ -86,10 +101,10 @@ def _explain(choices: list[Choice], account: SearchAccount) -> None:
 
 
 def _check_search_options(
-    machine: Machine, explain_only: bool, ir_pass: str | None, checkpoint: Path | None,
-    resume: bool, timeline: Path | None,
+    machine: Machine, cores: int | None, explain_only: bool, ir_pass: str | None,
+    checkpoint: Path | None, resume: bool, timeline: Path | None,
 ) -> None:  # fmt: skip
-    """Refuse options that would be ignored."""
+    """Refuse options that would be ignored, and more SMs than there are."""
     if ir_pass is not None and not explain_only:
         raise UserError("--ir shows the passes of a search: it needs --explain")
     if timeline is not None and not explain_only:
@@ -97,6 +112,8 @@ def _check_search_options(
     if resume and checkpoint is None:
         raise UserError("--resume needs --checkpoint FILE, the file to begin with")
     if machine.kind is MachineKind.CUDA:
+        if cores is not None and cores > machine.cores:
+            raise UserError(f"{cores} SMs asked for, {machine.name} has {machine.cores}")
         return
     for name, value in (
         ("--ir", ir_pass), ("--checkpoint", checkpoint), ("--timeline", timeline)
@@ -206,7 +223,7 @@ def synth(
     require_directory(model)
     console = stdout()
     machine = machine_of(device)
-    _check_search_options(machine, explain_only, ir_pass, checkpoint, resume, timeline)
+    _check_search_options(machine, cores, explain_only, ir_pass, checkpoint, resume, timeline)
     if explain_only:
         config = read_config(model)
         if machine.kind is MachineKind.CUDA:
@@ -216,10 +233,14 @@ def synth(
             )  # fmt: skip
             return
         work = workload_of(config, batch, context, weights or "fp32", model)
-        _explain(*explain(config, work, machine, cores))
+        found = explain(config, work, machine, cores)
+        _explain(*found)
+        _write_json(json_file, _explained_json(*found))
         return
     if output is None:
         raise UserError("synth needs -o PLAN, the file to write (or --explain)")
+    if not output.absolute().parent.is_dir():  # known before minutes of work
+        raise UserError(f"no directory {output.absolute().parent} to write the plan in")
     if target_of(machine) is Target.CUDA:
         work = workload_of(read_config(model), batch, context, weights or "bf16", model)
         _synth_cuda(model, work, machine, cores, profile, checkpoint, resume, output, json_file)
