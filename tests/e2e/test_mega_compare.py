@@ -17,7 +17,7 @@ from obelisk.build import compile_c
 from obelisk.machine import host
 from obelisk.plan import Plan, write_plan
 from obelisk.runtime import CpuSession
-from obelisk.runtime.packing import pack
+from obelisk.runtime.packing import RowSource, pack, stored
 from obelisk.schedule import Choice, Sync, place, resources, simulate
 from obelisk.tasks import StepShape, TaskKind, Tiling, WeightFormat, Workload, parse_config
 
@@ -42,6 +42,11 @@ def session_of(plan: Plan) -> CpuSession:
     return CpuSession(plan, pack(plan.layout, TENSORS.__getitem__))
 
 
+def means_of(plan: Plan) -> RowSource:
+    """The test's weights as the plan stores them."""
+    return stored(plan.layout, TENSORS.__getitem__)
+
+
 @pytest.mark.parametrize("form", list(WeightFormat))
 def test_every_operator_of_every_layer_agrees_with_its_meaning(
     form: WeightFormat, compiler: str
@@ -52,7 +57,7 @@ def test_every_operator_of_every_layer_agrees_with_its_meaning(
     ):  # fmt: skip
         plan = plan_of(form, 3, **tiling)
         assert schedule_of(plan).to_json().items() <= plan.schedule.items()
-        found = compare(session_of(plan), TENSORS.__getitem__, steps=3)
+        found = compare(session_of(plan), means_of(plan), steps=3)
         names = {d.kind for d in found}
         assert names >= {TaskKind.EMBED, TaskKind.ATTEND, TaskKind.DOWN, TaskKind.HEAD}
         assert {d.layer for d in found} == {-1, 0, 1}
@@ -80,7 +85,7 @@ def test_a_planted_fault_is_found_by_name(
     assert old in plan.source
     wrong = plan.source.replace(old, new)
     broken = replace(plan, source=wrong, binary=compile_c(wrong).path.read_bytes())
-    first = first_beyond(compare(session_of(broken), TENSORS.__getitem__))
+    first = first_beyond(compare(session_of(broken), means_of(plan)))
     assert first is not None
     assert (first.kind, first.layer) == (kind, layer)
     assert kind in str(first)
@@ -95,7 +100,7 @@ def test_what_cannot_be_compared_is_refused(
         session.recorded("up", "act")
     session.plan = replace(session.plan, target="cuda")
     with pytest.raises(UserError, match="for cuda"):
-        compare(session, TENSORS.__getitem__)
+        compare(session, means_of(session.plan))
     save_model(tmp_path / "m", CONFIG, TENSORS)
     plan = replace(session.plan, target="cpu", weights_path=str(tmp_path / "gone"))
     write_plan(plan, tmp_path / "a.plan")

@@ -21,7 +21,7 @@ from obelisk.base.errors import CallError, Infeasible
 from obelisk.engine import Engine
 from obelisk.machine import Machine, host
 from obelisk.runtime import CpuSession
-from obelisk.runtime.packing import pack
+from obelisk.runtime.packing import pack, stored
 from obelisk.schedule import Sync, resources, search_schedules
 from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import Workload, parse_config
@@ -47,7 +47,8 @@ def test_widths_of_large_models(hidden: int, heads: int, ffn: int, compiler: str
     )  # fmt: skip
     tensors = random_tensors(c, hidden)
     session = session_of(c, tensors, Workload(1, 40))
-    assert first_beyond(compare(session, tensors.__getitem__), 3e-5) is None
+    means = stored(session.plan.layout, tensors.__getitem__)
+    assert first_beyond(compare(session, means), 3e-5) is None
     (prompt,) = prompts_of([4])
     want, gaps = Reference(c, tensors).generate(prompt, 32)
     tie = next((i for i, g in enumerate(gaps) if g < 1e-3), 32)
@@ -67,7 +68,7 @@ def test_any_hidden_size(hidden: int, batch: int, compiler: str) -> None:
     )  # fmt: skip
     tensors = random_tensors(c, hidden)
     session = session_of(c, tensors, Workload(batch, 16))
-    found = compare(session, tensors.__getitem__)
+    found = compare(session, stored(session.plan.layout, tensors.__getitem__))
     assert {d.kind.value for d in found} >= {"norm_in", "norm_mid", "norm_final", "qkv", "up"}
     assert first_beyond(found, 3e-5) is None
 

@@ -454,12 +454,11 @@ def _differences(
 ) -> tuple[list[Difference], float]:  # fmt: skip
     """What a plan's operators differ by, and the tolerance of its formats."""
     checkpoint = Checkpoint(require_weights(plan, weights_dir))
+    means = stored(plan.layout, checkpoint.tensor, checkpoint.grouped, checkpoint.rows)
     if plan.target == "cpu":
-        session = CpuSession.load(plan, weights_dir)
-        return compare(session, checkpoint.tensor, checkpoint.grouped, steps), TOLERANCE
+        return compare(CpuSession.load(plan, weights_dir), means, steps), TOLERANCE
     CudaSession.require_here(plan)
     recorder = CudaSession.load(recording_plan(plan), weights_dir)
-    means = stored(plan.layout, checkpoint.tensor, checkpoint.grouped, checkpoint.rows)
     found = compare_cuda(recorder, means, steps)
     recorder.close()
     return found, CUDA_TOLERANCE[plan.cache.format]

@@ -1,13 +1,12 @@
 """Where a plan's kernel and its meaning part: every operator of a step against float64.
 
 Takes a loaded CPU plan and its weights; runs a few steps in the kernel, recording what each
-operator writes, and the same schedule in the virtual machine. Gives the error of every result, in
-the order of a step, so that the first one beyond a tolerance names the operator at fault.
+operator writes, and the same operators by their meanings. Gives the error of every result, in the
+order of a step, so that the first one beyond a tolerance names the operator at fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,13 @@ from obelisk.app.plan_judge import relative_error
 from obelisk.base.errors import UserError
 from obelisk.plan import Plan
 from obelisk.runtime import CpuSession
-from obelisk.runtime.packing import GroupSource, dense_only, stored
 from obelisk.schedule import Schedule, Sync, place
-from obelisk.schedule.vm import VirtualMachine
+from obelisk.schedule.meaning import Meaning, RowSource
 from obelisk.tasks import (
     TABLE,
     ModelConfig,
+    Operator,
     StepShape,
-    Task,
     TaskKind,
     Tiling,
     Workload,
@@ -33,7 +31,6 @@ from obelisk.tasks import (
 )
 
 Array = Any
-LARGEST = 200_000_000  # weights: the reference holds float64
 TOLERANCE = 1e-4
 _CACHED = ("keys", "values")
 
@@ -64,72 +61,56 @@ def schedule_of(plan: Plan) -> Schedule:
     return place(shape, Sync(plan.schedule["sync"]))
 
 
-class _Witness(VirtualMachine):
-    """A virtual machine that keeps what each operator wrote."""
-
-    def __init__(self, schedule: Schedule, weights: Callable[[str], Array]) -> None:
-        super().__init__(schedule, weights)
-        self.seen: dict[tuple[TaskKind, int, str], Array] = {}
-
-    def execute(self, task: Task, core: int) -> None:
-        """Run a task, and copy what it wrote."""
-        super().execute(task, core)
-        for r in TABLE[task.kind].writes(self.shape, task):
-            if r.value not in (*_CACHED, "token"):
-                page = self.page(r.value)
-                kept = self.seen.setdefault((task.kind, task.layer, r.value), np.zeros(page.shape))
-                rows = slice(None) if r.slot < 0 else slice(r.slot, r.slot + 1)
-                kept[rows, r.lo : r.hi] = page[rows, r.lo : r.hi]
-
-
 def _used(s: StepShape, value: str, rows: Array) -> Array:
     """Rows without the padding that nobody reads, and so nobody needs to write."""
     if value == "part":
         used = s.model.group * (s.model.head_dim + 2)
-        return rows.reshape(s.batch, -1, s.part_width)[:, :, :used]
-    widths = {"raw": s.qkv_rows, "q": s.model.q_width, "logits": s.model.vocab}
-    return rows[:, : widths.get(value, rows.shape[1])]
+        return rows.reshape(len(rows), -1, s.part_width)[:, :, :used]
+    m = s.model
+    widths = {"raw": s.qkv_rows, "q": m.q_width, "attn": m.q_width, "act": m.ffn,
+              "logits": m.vocab}  # fmt: skip
+    return rows[:, : widths.get(value, m.hidden)]
 
 
 def compare(
-    session: CpuSession, source: Callable[[str], Array], grouped: GroupSource = dense_only,
-    steps: int = 2, seed: int = 0,
+    session: CpuSession, source: RowSource, steps: int = 2, seed: int = 0
 ) -> list[Difference]:  # fmt: skip
     """The error of every operator's results after `steps` steps on random tokens, in step order.
 
-    Raises `UserError` for a plan that is not for a CPU, and for a model that is too large for a
-    float64 reference.
+    `source` gives the weights as stored. Raises `UserError` for a plan that is not for a CPU.
     """
     plan = session.plan
     if plan.target != "cpu":
-        raise UserError(f"a plan for {plan.target} cannot be compared here: make one for the CPU")
-    schedule = schedule_of(plan)
-    if plan.layout.total_bytes / schedule.shape.work.weight_bytes > LARGEST:
-        raise UserError(f"models beyond {LARGEST} weights are not compared: use fewer layers")
-    machine = _Witness(schedule, stored(plan.layout, source, grouped))
+        raise UserError(f"a plan for {plan.target} is not compared here: see compare_cuda")
+    shape = schedule_of(plan).shape
+    steps = min(steps, plan.context)
+    tokens = np.random.default_rng(seed).integers(0, plan.vocab, (plan.batch, steps))
     session.reset()
     session.start_recording()
-    rng = np.random.default_rng(seed)
-    for _ in range(min(steps, plan.context)):
-        tokens = [int(t) for t in rng.integers(0, plan.vocab, plan.batch)]
-        machine.step(tokens)
-        session.launch([[t] for t in tokens], [1] * plan.batch)
-    out = []
-    end = int(session.position[0])
-    for op in operators(schedule.shape):
-        regions = TABLE[op.kind].writes(schedule.shape, op.tasks[0])
-        for value in dict.fromkeys(r.value for r in regions):
+    for t in range(steps):
+        session.launch([[int(x)] for x in tokens[:, t]], [1] * plan.batch)
+    means = Meaning(shape.model, plan.batch, steps, source, shape.tiling)
+    cached = dict(zip(_CACHED, session.cached(steps), strict=True))
+    written = {
+        (op.kind, op.layer): TABLE[op.kind].writes(shape, op.tasks[0]) for op in operators(shape)
+    }
+    out: list[Difference] = []
+
+    def after(op: Operator) -> None:
+        at = max(op.layer, 0)
+        for value in dict.fromkeys(r.value for r in written[op.kind, op.layer]):
             if value in _CACHED:
-                got, want = (
-                    getattr(x, value)[max(op.layer, 0), :, :, :end] for x in (session, machine)
-                )
+                got, want = cached[value][at], getattr(means, value)[at]
             elif value in ("token", "best"):  # integers; the logits are there
                 continue
             else:
-                got = session.recorded(op.kind, value, max(op.layer, 0))
-                want = machine.seen[op.kind, op.layer, value]
-                got, want = (_used(schedule.shape, value, x) for x in (got, want))
+                page = means.page("h" if value.startswith("h") else value)  # a copy for each core
+                rows = page.reshape(plan.batch, steps, -1)[:, -1]
+                got = _used(shape, value, session.recorded(op.kind, value, at))
+                want = _used(means.shape, value, rows)
             out.append(Difference(op.kind, op.layer, value, relative_error(got, want)))
+
+    means.forward(tokens, after)
     session.reset()
     session.record = None
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -46,10 +47,20 @@ class Meaning(Executor):
     sequence b.
     """
 
-    def __init__(self, model: ModelConfig, batch: int, steps: int, weights: RowSource) -> None:
-        """`weights` gives the named rows of a tensor; it is called by several threads."""
+    def __init__(
+        self, model: ModelConfig, batch: int, steps: int, weights: RowSource,
+        like: Tiling | None = None,
+    ) -> None:  # fmt: skip
+        """`weights` gives the named rows of a tensor; it is called by several threads. With `like`
+        the operators are fused and split as a plan's are.
+        """
         work = Workload(batch * steps, steps)  # slots of the meaning, more than a plan may have
-        shape = StepShape(model, work, _tiling(model))
+        tiling = _tiling(model)
+        if like is not None:
+            tiling = replace(
+                tiling, fuse_rope=like.fuse_rope, kv_splits=like.kv_splits, panel=like.panel
+            )
+        shape = StepShape(model, work, tiling)
         home = [b for b in range(batch) for _ in range(steps)]
         super().__init__(shape, plan_pages(shape, Sync.COUNTER), self._whole, home)
         self.position = np.tile(np.arange(steps), batch)
