@@ -1,9 +1,9 @@
 """What the CUDA megakernel's tests share: models of every kind, and a reference that rounds where
 the kernel says it rounds.
 
-`Rounded` is `tests.mega_models.Reference` in float64, with inputs of products, keys and values
-rounded to 16 bits (fp32: not at all); what is left between it and the kernel is the order of sums
-and two exponentials in single precision.
+`Rounded` is `tests.mega_models.Reference` in float64, with inputs of products with 16-bit weights,
+keys and values rounded to 16 bits (fp32: not at all); what is left between it and the kernel is the
+order of sums and two exponentials in single precision.
 """
 
 from __future__ import annotations
@@ -66,13 +66,16 @@ class Rounded(Reference):
     ) -> None:
         super().__init__(c, tensors)
         self.to, self.form, self.pieces = rounder(form), form, pieces
+        self.narrow = form.startswith(("w4a16", "int8"))
 
     def _normed(self, name: str, x: Array, gain: Array) -> Array:
         """A product of a normed row: the gain before rounding, the root after the product (bf16) or
-        before rounding too (fp16).
+        before rounding too (fp16); inputs of narrow weights are not rounded.
         """
         root = 1 / math.sqrt(float((x * x).mean()) + self.c["rms_norm_eps"])
-        if self.form in ("bf16", "fp32"):
+        if self.form == "int8" or (self.narrow and name.endswith("_proj")):
+            y = self.w[name + ".weight"] @ (x * gain) * root
+        elif self.form in ("bf16", "fp32"):
             y = self.w[name + ".weight"] @ self.to(x * gain) * root
         else:
             y = self.w[name + ".weight"] @ self.to(x * gain * root)
@@ -113,7 +116,8 @@ class Rounded(Reference):
                 g = head // (heads // groups)
                 scores = keys[:, g] @ q[head] / math.sqrt(d)
                 out.append(self._attend(np.exp(scores - scores.max()), values[:, g]))
-            x = x + self._linear(a + "o_proj", to(np.concatenate(out)))
+            joined = np.concatenate(out)
+            x = x + self._linear(a + "o_proj", joined if self.narrow else to(joined))
             gain = w[p + "post_attention_layernorm.weight"]
             gate = self._normed(p + "mlp.gate_proj", x, gain)
             up = self._normed(p + "mlp.up_proj", x, gain)

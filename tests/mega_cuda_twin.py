@@ -40,14 +40,16 @@ _CALLS = (  # how the template begins, which function it is
     ("cp.async.cg", "copy16"), ("cp.async.wait_all", "nothing"),
     ("cp.async.mbarrier.arrive", "mbarrier_arrive"),
     ("prefetch", "nothing"), ("createpolicy", "nothing"), ("fence", "nothing"),
-    ("atom.acq_rel.cta", "count"), ("mbarrier.init", "mbarrier_init"), ("", "nothing"),
+    ("atom.acq_rel.cta", "count"), ("redux.sync.max", "redux_max"),
+    ("mbarrier.init", "mbarrier_init"), ("", "nothing"),
 )  # fmt: skip
 
 
 def _call(template: str, outs: list[str], ins: list[str]) -> str:
     """An asm statement as a call."""
     if template.startswith("mma.sync"):
-        name = "mma_bf16" if "bf16" in template else "mma_f16"
+        kinds = ("bf16", "s8", "f16")
+        name = f"mma_{next(k for k in kinds if k in template)}"
     else:
         name = next(n for begins, n in _CALLS if template.startswith(begins))
     return f"ptx_{name}({', '.join([*outs, *ins])})"

@@ -31,6 +31,12 @@ template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
 static inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
 static inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
 static inline float __int_as_float(int u) { return __uint_as_float((unsigned)u); }
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned how) {
+  const unsigned long long both = (unsigned long long)b << 32 | a;
+  unsigned r = 0;
+  for (int i = 0; i < 4; i++) r |= (unsigned)(both >> 8 * (how >> 4 * i & 7) & 255) << 8 * i;
+  return r;
+}
 static inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 template <class T> static inline T atomicAdd(T *at, T v) { T old = *at; *at += v; return old; }
 static inline int atomicCAS(int *at, int want, int v) { int old = *at; if (old == want) *at = v; return old; }
@@ -182,6 +188,24 @@ static void twin_mma(float &c0, float &c1, float &c2, float &c3, const t32 (&v)[
     }
     *c[i] = (float)sum;
   }
+}
+static void ptx_mma_s8(int &c0, int &c1, int &c2, int &c3, t32 r0, t32 r1, t32 r2, t32 r3, t32 r4, t32 r5) {
+  const t32 v[6] = {r0, r1, r2, r3, r4, r5};
+  const t32(*all)[8] = twin_meet(v, 6);
+  const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+  int *const c[4] = {&c0, &c1, &c2, &c3};
+  for (int i = 0; i < 4; i++) {
+    const int row = g + i / 2 * 8, col = 2 * q + i % 2;
+    for (int k = 0; k < 32; k++) { /* A: register 2 (k / 16) + row / 8; B: register k / 16 */
+      const t32 a = all[row % 8 * 4 + k % 16 / 4][k / 16 * 2 + row / 8], b = all[col * 4 + k % 16 / 4][4 + k / 16];
+      *c[i] += (signed char)(a >> 8 * (k % 4)) * (signed char)(b >> 8 * (k % 4));
+    }
+  }
+}
+static void ptx_redux_max(t32 &r, t32 v) {
+  const t32(*all)[8] = twin_meet(&v, 1);
+  r = 0;
+  for (int i = 0; i < 32; i++) r = max(r, all[i][0]);
 }
 static void ptx_mma_bf16(float &c0, float &c1, float &c2, float &c3, t32 a, t32 b, t32 c, t32 d, t32 e, t32 f) {
   const t32 v[6] = {a, b, c, d, e, f};

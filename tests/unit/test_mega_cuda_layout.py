@@ -1,7 +1,7 @@
 """The CUDA kernel's weights: packed, then read as a warp's lanes read them, in numpy.
 
-The fragments of `mma.m16n8k16` are written out here from the PTX manual: which row and column of A,
-B and C each register of each lane holds. The kernel's own address formulas are repeated beside
+The fragments of `mma` are written out here from the PTX manual: which row and column of A, B and C
+each register of each lane holds. The kernel's own address formulas are repeated beside
 them, so that the packing, the formulas and the instruction must agree.
 """
 
@@ -49,23 +49,21 @@ def numbers(raw: Array) -> Array:
     return raw.view(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def tiny(words: Array) -> Array:
-    """The two fp16 of each word as float64, (..., 2), in units of 2^-24."""
-    return np.ascontiguousarray(words)[..., None].view(np.float16).astype(np.float64) * 2.0**24
-
-
 def mma(a: Array, b: Array) -> Array:
-    """One m16n8k16: a (32 lanes, 4 registers, 2), b (32, 2, 2); gives C (16, 8)."""
-    full_a, full_b = np.zeros((16, 16)), np.zeros((16, 8))
+    """One m16n8k16 or m16n8k32: a (32 lanes, 4 registers, n), b (32, 2, n) with n 2 or 4 numbers to
+    a register; gives C (16, 8).
+    """
+    n = a.shape[2]
+    full_a, full_b = np.zeros((16, 8 * n)), np.zeros((8 * n, 8))
     for lane in range(32):
         row, quad = divmod(lane, 4)
         for register in range(4):
-            for e in range(2):
-                at = (row + 8 * (register % 2), 2 * quad + e + 8 * (register // 2))
+            for e in range(n):
+                at = (row + 8 * (register % 2), n * quad + e + 4 * n * (register // 2))
                 full_a[at] = a[lane, register, e]
         for register in range(2):
-            for e in range(2):
-                full_b[2 * quad + e + 8 * register, row] = b[lane, register, e]
+            for e in range(n):
+                full_b[n * quad + e + 4 * n * register, row] = b[lane, register, e]
     return full_a @ full_b
 
 
@@ -77,6 +75,11 @@ def inputs(rows: Array, block: int, step: int) -> Array:
         cols = 32 * block + 8 * quad + 4 * step
         b[lane] = rows[slot, cols : cols + 4].reshape(2, 2)
     return b
+
+
+def both(rows: Array, block: int) -> Array:
+    """B of a block of 32 columns for m16n8k32: a lane's 8 columns, four to a register."""
+    return np.stack([inputs(rows, block, step).reshape(32, 4) for step in range(2)], 1)
 
 
 def sixteen(slab: Array, rows: Array, at: int, m: MatrixLayout) -> Array:
@@ -97,35 +100,29 @@ def thirty_two(slab: Array, rows: Array, at: int, m: MatrixLayout) -> Array:
 
 
 def eight(slab: Array, rows: Array, at: int, m: MatrixLayout) -> Array:
-    """om_format<8>: of each word the lower number, and turned by a byte the higher one."""
-    w, mask = slab.view(np.uint32).reshape(32, 2, 2), np.uint32(0x807F807F)  # lane, step, half
-    turned = w >> np.uint32(8) | w << np.uint32(24)
-    c = np.zeros((16, 8))
-    for step in range(2):
-        a = np.concatenate([w[:, step] & mask, turned[:, step] & mask], 1)
-        c += mma(tiny(a), inputs(rows, at, step))
-    return c
+    """om_format<8>, a block of 32 columns of a slab: a lane's 16 bytes are four registers."""
+    return mma(slab.view(np.int8).astype(np.float64).reshape(32, 4, 4), both(rows, at))
 
 
 def four(slab: Array, rows: Array, at: int, m: MatrixLayout) -> Array:
-    """om_format<4>: by groups, levels of even and odd steps, less the zero times the inputs."""
+    """om_format<4>: by groups, levels less 8, less what zeros are more than 8 times inputs."""
     w = slab[:1024].view(np.uint32).reshape(2, 32, 2, 2)  # half slab, lane, block, half tile
-    low, high, ones = np.uint32(0x000F000F), np.uint32(0x00F000F0), np.full((32, 4), 0x00010001)
     each = m.group // 32
     c = np.zeros((16, 8))
     for group in range(4 // each):
-        level, total = np.zeros((16, 8)), np.zeros((16, 8))
+        level, total = np.zeros((16, 8)), np.zeros((1, 8))
         for block in range(group * each, (group + 1) * each):
-            x = w[block // 2, :, block % 2]
-            a = np.concatenate([x, x >> np.uint32(8)], 1)
-            even, odd = (inputs(rows, at * 4 + block, step) for step in range(2))
-            level += mma(tiny(a & low), even) + mma(tiny(a & high), odd) / 16
-            total += mma(tiny(ones.astype(np.uint32)), even + odd)
+            x, high = w[block // 2, :, block % 2], np.uint32(0xF0F0F0F0)
+            a = np.concatenate([x << np.uint32(4) & high, x & high], 1)  # 16 times a nibble
+            numbers = np.ascontiguousarray(a).view(np.int8).astype(np.float64).reshape(32, 4, 4)
+            level += mma(numbers, both(rows, at * 4 + block)) / 16
+            cols = slice(32 * (at * 4 + block), 32 * (at * 4 + block + 1))
+            total += rows[:, cols].sum(1)
         where = np.arange(8)[:, None] * (8 // each) + 2 * group + np.arange(2)  # row, half
         scale = slab[m.scale_offset :].view(np.uint8)[: 128 // each].view(np.float16)[where]
-        zero = np.full((8, 2), 8.0)
+        zero = np.zeros((8, 2))
         if m.zero_offset >= 0:
-            zero = slab[m.zero_offset :][where].astype(np.float64)
+            zero = slab[m.zero_offset :][where].astype(np.float64) - 8
         s, z = (v.astype(np.float64).T.reshape(16, 1) for v in (scale, zero))
         c += s * (level - z * total)
     return c

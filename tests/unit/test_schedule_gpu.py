@@ -61,7 +61,7 @@ def test_other_weights_are_accepted(work: Workload) -> None:
     tiling = default_tiling(model, work, H200)
     step = shallow(GpuStep(model, work, tiling))
     assert tiling.chunk_cols % tiling.slab_cols == 0
-    assert tiling.head_cols * tiling.head_bytes // 32 <= tiling.chunk_bytes
+    assert tiling.head_cols * tiling.head_bytes // tiling.head_slab <= tiling.chunk_bytes
     assert check_gpu(replace(schedule_of(Setting(step)), prompt=()), H200) == []
 
 
@@ -73,7 +73,8 @@ def test_cuts_of_chunks_share_a_unit() -> None:
         form = rng.choice(list(WeightFormat))
         work = Workload(rng.choice((1, 2, 8)), 512, form)
         model = gpu_model(name)
-        tiling = replace(default_tiling(model, work, H200), cuts=rng.choice((1, 2, 4, 8)))
+        cuts, spread = rng.choice((1, 2, 4, 8)), rng.choice((False, True))
+        tiling = replace(default_tiling(model, work, H200), cuts=cuts, spread=spread)
         for p in products(model, work.batch, tiling).values():
             assert 1 <= p.cuts <= tiling.cuts
             assert p.chunk % p.cuts == 0
@@ -83,6 +84,12 @@ def test_cuts_of_chunks_share_a_unit() -> None:
             assert p.chunks == whole + (last > 0)
             shares = min(p.pieces, tiling.warps)
             sums = 64 * work.batch * shares * (tiling.stages // p.chunks + 2)
+            assert spread or not p.spread
+            if p.spread:
+                assert p.slabs % (piece * tiling.warps) == 0 == last % piece
+                sums = 64 * work.batch * tiling.warps * -(-p.units // tiling.blocks)
+                sums *= 3 if work.batch <= 2 else 1
+            assert p.sums(work.batch, tiling) == sums
             assert p.cuts == 1 or sums <= SUMS_ROOM
 
 

@@ -132,12 +132,11 @@ def test_whole_steps_are_predicted_and_ranked() -> None:
 
 
 def test_narrow_weights_are_predicted() -> None:
-    """8-bit and 4-bit weights under the default tiling, to which nothing was fitted: within 10% of
-    an H200 (`narrow_weights` of bench/results/mega_h200.json, before warps met at an mbarrier).
+    """4-bit weights under the default tiling, to which nothing was fitted, and 16-bit ones of the
+    same run: within 10% of an H200 (LOG.md, products by digits).
     """
     for name, form, us in (
-        ("Qwen3-1.7B", WeightFormat.BF16, 965.5), ("Qwen3-1.7B", WeightFormat.INT8, 672.9),
-        ("Qwen3-1.7B", WeightFormat.W4A16, 727.8), ("Qwen3-0.6B", WeightFormat.W4A16, 498.4),
+        ("Qwen3-1.7B", WeightFormat.BF16, 959.4), ("Qwen3-1.7B", WeightFormat.W4A16, 656.8),
     ):  # fmt: skip
         model, work = gpu_model(name), Workload(1, 640, form)
         step = GpuStep(model, work, default_tiling(model, work, H200))

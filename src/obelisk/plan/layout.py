@@ -26,15 +26,14 @@ row 8 h + 2 g + p, column 4 q + e, at
 
     128 (2 h + p) + 4 (8 g + q) + e                (lane 8 g + q, load 2 h + p)
 
-int8 takes a byte of sign and seven bits of size for each: with w = 4 (4 g + q) + 2 s + h and
+int8: as lanes read the A operand of one step of m16n8k32, of row 8 h + g, column 8 q + 4 s + i at
 
-    bit 15 + 16 e of word w: the sign for t = 0, bits 16 e to 16 e + 6 the size
-    bit 7 + 16 (1 - e): the sign for t = 1, bits 8 + 16 e to 14 + 16 e the size
+    16 (4 g + q) + 8 s + 4 h + i                   (in two's complement)
 
 w4a16 has lanes 128, in *slabs* of 16 rows by 128 columns: 256 words, then the groups' scales, then
-their zeros. Columns 64 f + 32 j + 8 q + 4 s + 2 t + e of rows 8 h + g lie in
+their zeros. Columns 64 f + 32 j + 8 q + 4 s + i of rows 8 h + g lie in
 
-    word 128 f + 4 (4 g + q) + 2 j + h, bits 16 e + 8 t + 4 s to 16 e + 8 t + 4 s + 3
+    word 128 f + 4 (4 g + q) + 2 j + h, bits 8 i + 4 s to 8 i + 4 s + 3: less 8, two's complement
     scale (fp16) and zero (u8) of group i of the slab: element 2 (i + g * 128 / group) + h
 """
 

@@ -135,27 +135,22 @@ def wide_fragments(x: Array) -> Array:
     return np.ascontiguousarray(cut.transpose(0, 1, 3, 2, 4, 5)).reshape(*x.shape[:-2], 512)
 
 
-def signed_fragments(q: Array, m: MatrixLayout) -> Array:
-    """int8 weights (rows, cols) as the layout's words of signs and sizes, with `fragments`."""
-    size = np.abs(q.astype(np.int16)).astype(np.uint32)
-    both = fragments(_panels(size | (q < 0).astype(np.uint32) << 7, m, m.cols_padded))
-    cut = both.reshape(*both.shape[:-1], 2, 32, 2, 2, 2)  # ..., s, lane, t, h, e
-    sign, size = cut >> 7, cut & 127
-    out = np.zeros((*cut.shape[:-3], 2), np.uint32)  # ..., s, lane, h
-    for e in range(2):
-        out |= sign[..., 0, :, e] << (15 + 16 * e) | size[..., 0, :, e] << (16 * e)
-        out |= sign[..., 1, :, e] << (7 + 16 * (1 - e)) | size[..., 1, :, e] << (8 + 16 * e)
-    return np.ascontiguousarray(np.moveaxis(out, -3, -2))  # lane, s, h
+def byte_fragments(q: Array, m: MatrixLayout) -> Array:
+    """int8 weights (rows, cols) in the layout's order of bytes, with `fragments`."""
+    cut = _panels(q, m, m.cols_padded).reshape(-1, 2, 8, 4, 2, 4)  # block, h, g, q, s, i
+    return np.ascontiguousarray(cut.transpose(0, 2, 3, 4, 1, 5))  # block, g, q, s, h, i
 
 
 def slabs(g: Grouped, m: MatrixLayout) -> Array:
-    """4-bit groups as the layout's slabs of 16 rows by 128 columns, with `fragments`."""
+    """4-bit groups as the layout's slabs of 16 rows by 128 columns, with `fragments`: a nibble is
+    the level less 8, in two's complement.
+    """
     wide = np.zeros((m.rows, m.cols_padded), np.uint8)
-    wide[: g.q.shape[0], : g.q.shape[1]] = g.q
-    # tile, h, g, slab, f, j, q, s, t, e
-    cut = wide.reshape(-1, 2, 8, m.cols_padded // m.lanes, 2, 2, 4, 2, 2, 2)
-    cut = cut.transpose(0, 3, 4, 2, 6, 5, 1, 9, 8, 7)  # tile, slab, f, g, q, j, h, e, t, s
-    low = np.ascontiguousarray(cut[..., 1]) << 4 | cut[..., 0]  # bytes: t within e
+    wide[: g.q.shape[0], : g.q.shape[1]] = g.q ^ 8
+    # tile, h, g, slab, f, j, q, s, i
+    cut = wide.reshape(-1, 2, 8, m.cols_padded // m.lanes, 2, 2, 4, 2, 4)
+    cut = cut.transpose(0, 3, 4, 2, 6, 5, 1, 8, 7)  # tile, slab, f, g, q, j, h, i, s
+    low = np.ascontiguousarray(cut[..., 1]) << 4 | cut[..., 0]  # a byte: both s
     out = np.empty((*cut.shape[:2], m.slab_bytes), np.uint8)
     out[..., : m.panel * m.lanes // 2] = low.reshape(*cut.shape[:2], -1)
 
@@ -259,7 +254,7 @@ def _matrix(
         full[: scale.size] = scale
         _place(arena, base + m.scale_offset, full)
         if m.fragments:
-            _place(arena, base + m.offset, signed_fragments(w, m))
+            _place(arena, base + m.offset, byte_fragments(w, m))
             return
     elif m.format == "bf16":
         w = to_bf16(w)

@@ -67,19 +67,9 @@ def _thirty_two(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
 
 
 def _bytes(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
-    """int8: (tiles, blocks, g, q, s, h, e, t), as stored: a sign and seven bits, apart."""
-    stored = arena[base + m.offset : base + m.offset + m.nbytes]
-    return stored.view(m.rows // m.panel, m.cols_padded // m.lanes, 8, 4, 2, 2, 2, 2)
-
-
-def _signed(stored: Tensor) -> Tensor:
-    """int8 (..., e, t): the sign of t = 0 is the top bit of t = 1, that of t = 1 the top bit of
-    t = 0 of the other e.
-    """
-    top = (stored >> 7).bool()
-    sign = torch.stack([top[..., 1], top[..., 0].flip(-1)], -1)
-    size = (stored & 127).to(torch.int8)
-    return torch.where(sign, -size, size)
+    """int8: (tiles, blocks, g, q, s, h, i), i within the four columns of a register."""
+    stored = arena[base + m.offset : base + m.offset + m.nbytes].view(torch.int8)
+    return stored.view(m.rows // m.panel, m.cols_padded // m.lanes, 8, 4, 2, 2, 4)
 
 
 def _scales(arena: Tensor, base: int, m: MatrixLayout) -> Tensor:
@@ -91,7 +81,7 @@ def _eight(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
     stored, scales = _bytes(arena, base, m), _scales(arena, base, m)
 
     def read() -> Weight:
-        turned = _signed(stored).permute(0, 5, 2, 1, 3, 4, 7, 6)
+        turned = stored.permute(0, 5, 2, 1, 3, 4, 6)
         return Weight(_true(turned.half().reshape(m.rows, -1), m), scales)
 
     return read
@@ -103,7 +93,7 @@ def _four(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
     size = words + each * (2 if m.zero_offset < 0 else 3)
     shape = (m.rows // m.panel, m.cols_padded // m.lanes, size)
     slabs = arena[base + m.offset :][: math.prod(shape)].view(shape)
-    pairs = slabs[..., :words].unflatten(-1, (2, 8, 4, 2, 2, 2, 2))  # f, g, q, j, h, e, t
+    pairs = slabs[..., :words].unflatten(-1, (2, 8, 4, 2, 2, 4))  # f, g, q, j, h, i
 
     def numbers(at: int, size: int, kind: torch.dtype) -> Tensor:
         found = slabs[..., at : at + size * each].contiguous().view(kind)
@@ -111,9 +101,9 @@ def _four(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
         return found.permute(0, 4, 2, 1, 3).reshape(m.rows, m.groups, 1)
 
     def read() -> Weight:
-        level = torch.stack([pairs & 15, pairs >> 4], -1)  # ..., s
-        # tile, slab, f, g, q, j, h, e, t, s to tile, h, g, slab, f, j, q, s, t, e
-        level = level.permute(0, 6, 3, 1, 2, 5, 4, 9, 8, 7).reshape(m.rows, m.groups, -1).half()
+        level = torch.stack([pairs & 15, pairs >> 4], -1) ^ 8  # ..., s
+        # tile, slab, f, g, q, j, h, i, s to tile, h, g, slab, f, j, q, s, i
+        level = level.permute(0, 6, 3, 1, 2, 5, 4, 8, 7).reshape(m.rows, m.groups, -1).half()
         zero = 8 if m.zero_offset < 0 else numbers(m.zero_offset, 1, torch.uint8).half()
         value = (level - zero) * numbers(m.scale_offset, 2, torch.float16)
         return Weight(_true(value.view(m.rows, -1), m))
@@ -145,9 +135,8 @@ def rows_of(arena: Tensor, base: int, m: MatrixLayout, which: Tensor) -> Tensor:
     tile, row = which // m.panel, which % m.panel
     at = (tile, slice(None))
     if m.format == "int8":
-        found = _signed(_bytes(arena, base, m)[(*at, row % 8, slice(None), slice(None), row // 8)])
-        # rows, blocks, q, s, e, t
-        level = found.permute(0, 1, 2, 3, 5, 4).reshape(len(which), -1)[:, : m.cols]
+        found = _bytes(arena, base, m)[(*at, row % 8, slice(None), slice(None), row // 8)]
+        level = found.reshape(len(which), -1)[:, : m.cols]  # rows, blocks, q, s, i
         return level.float() * _scales(arena, base, m)[which, None]
     if m.format == "fp32":
         # rows, blocks, q, e

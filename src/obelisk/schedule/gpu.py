@@ -14,6 +14,7 @@ they end with a group of 4-bit weights, scales and all (`slab_of`).
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,12 +27,16 @@ from obelisk.tasks.workload import WeightFormat, Workload
 K_BLOCK = 32  # columns that a lane's 16-byte load of inputs covers: two steps of m16n8k16
 TILE_ROWS = 16  # the m of m16n8k16: weight rows are its rows, slots its columns
 WEIGHT_BYTES = 2  # of an input of a product, a key or a value: bf16 or fp16 (`input_bytes`)
-FOUR_COLS = 128  # columns of a slab of 4-bit weights: a whole number of groups of any size
+NARROW_COLS = 128  # columns of a slab of 4 or 8 bits: a whole number of groups of any size
+DIGITS = 3  # bytes of an input of narrow weights: signed digits to base 256
+ACROSS = 2  # slots up to which the digits of an input are columns of one product
 MAX_HEADS = 8  # query heads that attention takes at a time: the n of m16n8k16
 HEAD_REGISTERS = 96  # of a lane, for keys, values and sums of fp32 attention: more are spilled
 MAX_STAGES = 64
+MAX_LOOKS = 8  # 16-byte words from other blocks that a lane looks at together
 CUTS = (1, 2, 4, 8)  # parts of a chunk, each for one warp
 SLAB_COST, FLUSH_COST = 2.0, 12.0  # of 32 columns, and of handing sums over, in multiplications
+NARROW_COST, SPREAD_COST = 1.0, 10.0  # of 32 columns of 4 or 8 bits, and where warps meet once
 SUMS_ROOM = 24 * 1024  # bytes of sums between warps that cuts may take
 MISC_BYTES = 4096  # static shared memory: mbarriers, sums of squares, tokens, bins of a draw
 BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
@@ -95,8 +100,12 @@ class GpuTiling:
         fenced: warps hand a unit's sums over behind a fence; else they meet at an mbarrier.
         kept: fp16 inputs: rows wait in registers for the root of their norm, where these hold them;
             else they are read a second time.
+        spread: every warp has the same columns of all of a block's units of narrow weights, where
+            that comes out even.
+        own: where all of a layer's products are spread, and for one slot: a warp makes the inputs
+            of its own columns, and the block's warps meet once a product.
         slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
-        head_bytes: 16 rows by 32 columns of the head, which may be of another format.
+        head_slab, head_bytes: a slab of the head, which may be of another format.
         rows: rows of a tile; 16 (the tensor cores' m).
     """
 
@@ -121,8 +130,11 @@ class GpuTiling:
     cuts: int = 1
     fenced: bool = True
     kept: bool = False
+    spread: bool = False
+    own: bool = False
     slab_cols: int = K_BLOCK
     slab_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
+    head_slab: int = K_BLOCK
     head_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
     rows: int = TILE_ROWS
 
@@ -134,7 +146,7 @@ class GpuTiling:
     @property
     def head_cols(self) -> int:
         """Columns of a chunk of the head: as many as a slot of the ring holds."""
-        return self.chunk_bytes // self.head_bytes * K_BLOCK
+        return self.chunk_bytes // self.head_bytes * self.head_slab
 
     def padded(self, cols: int) -> int:
         """Columns of a layer's matrix as stored, and of its inputs."""
@@ -167,12 +179,14 @@ class Product:
         slabs: of a unit.
         chunk: slabs of a chunk.
         cuts: parts of a chunk, each multiplied by one warp.
+        spread: every warp has the same parts of all of a block's units, and sums meet once.
     """
 
     units: int
     slabs: int
     chunk: int
     cuts: int
+    spread: bool = False
 
     @property
     def chunks(self) -> int:
@@ -184,6 +198,14 @@ class Product:
         """What the warps share of a unit."""
         last = self.slabs - (self.chunks - 1) * self.chunk
         return (self.chunks - 1) * self.cuts + -(-last // (self.chunk // self.cuts))
+
+    def sums(self, batch: int, t: GpuTiling) -> int:
+        """Bytes of what warps leave for each other."""
+        if self.spread:  # of all of a block's units; digits lie apart where slots leave room for it
+            kept = -(-self.units // t.blocks) * t.warps * (DIGITS if batch <= ACROSS else 1)
+        else:
+            kept = min(self.pieces, t.warps) * (t.stages // self.chunks + 2)
+        return 4 * TILE_ROWS * batch * kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +259,27 @@ def slab_of(form: WeightFormat, group: int = 0, zeros: bool = False) -> tuple[in
     (fp16) and zeros (bytes) behind them.
     """
     if form is WeightFormat.W4A16:
-        numbers = TILE_ROWS * (FOUR_COLS // group)
-        return FOUR_COLS, TILE_ROWS * FOUR_COLS // 2 + numbers * (3 if zeros else 2)
-    size = {WeightFormat.INT8: 1, WeightFormat.FP32: 4}.get(form, WEIGHT_BYTES)
-    return K_BLOCK, TILE_ROWS * K_BLOCK * size
+        numbers = TILE_ROWS * (NARROW_COLS // group)
+        return NARROW_COLS, TILE_ROWS * NARROW_COLS // 2 + numbers * (3 if zeros else 2)
+    if form is WeightFormat.INT8:
+        return NARROW_COLS, TILE_ROWS * NARROW_COLS
+    return K_BLOCK, TILE_ROWS * K_BLOCK * (4 if form is WeightFormat.FP32 else WEIGHT_BYTES)
+
+
+def narrow_inputs(work: Workload) -> int:
+    """Bytes of the inputs of a slab of 4-bit or 8-bit weights: every slot's digits, a factor a
+    slot, and, where groups have zeros, a sum for each of them.
+    """
+    slots = ACROSS if work.batch <= ACROSS else 8  # as many as lie beside each other
+    sums = NARROW_COLS // work.group if work.zeros else 0
+    return NARROW_COLS * DIGITS * work.batch + align(4 * slots * (1 + sums), 16)
+
+
+def input_slab(work: Workload, form: WeightFormat) -> tuple[int, int]:
+    """Columns and bytes of all slots' inputs of a slab of a format."""
+    cols = slab_of(form, work.group, work.zeros)[0]
+    narrow = form in (WeightFormat.W4A16, WeightFormat.INT8)
+    return cols, narrow_inputs(work) if narrow else work.batch * input_bytes(work) * cols
 
 
 def input_bytes(work: Workload) -> int:
@@ -253,9 +292,9 @@ def weight_bits(t: GpuTiling) -> int:
     return 8 * t.slab_bytes // (TILE_ROWS * t.slab_cols)
 
 
-def slabs_of(work: Workload) -> tuple[int, int, int]:
-    """A tiling's `slab_cols`, `slab_bytes` and `head_bytes` for a workload."""
-    return *slab_of(work.weights, work.group, work.zeros), slab_of(work.weights.outer)[1]
+def slabs_of(work: Workload) -> tuple[int, int, int, int]:
+    """A tiling's `slab_cols`, `slab_bytes`, `head_slab` and `head_bytes` for a workload."""
+    return *slab_of(work.weights, work.group, work.zeros), *slab_of(work.weights.outer)
 
 
 def for_weights(t: GpuTiling, work: Workload) -> GpuTiling:
@@ -263,8 +302,10 @@ def for_weights(t: GpuTiling, work: Workload) -> GpuTiling:
     chunks for 16 bits, as measured, and 32; `cut_between` for narrower ones: more columns to a
     chunk.
     """
-    cols, size, outer = slabs_of(work)
-    t = replace(t, chunk_cols=cols, slab_cols=cols, slab_bytes=size, head_bytes=outer)
+    cols, size, outer, head = slabs_of(work)
+    t = replace(
+        t, chunk_cols=cols, slab_cols=cols, slab_bytes=size, head_slab=outer, head_bytes=head
+    )
     return t if weight_bits(t) >= 8 * WEIGHT_BYTES else cut_between(t)
 
 
@@ -336,7 +377,8 @@ def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]
     """Every product's cut, by name.
 
     A block that has fewer chunks than warps, or a number that does not come out even, has each cut
-    in up to `cuts` parts for as many warps, unless the sums that they leave take too much room.
+    in up to `cuts` parts for as many warps, unless the sums that they leave take too much room. A
+    layer's narrow weights are spread over the warps where that comes out even.
     """
     hidden = tile_count(model.hidden)
     sizes = {  # units, columns of one
@@ -348,7 +390,8 @@ def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]
     }  # fmt: skip
     out = {}
     for name, (units, cols) in sizes.items():
-        slab = K_BLOCK if name == "head" else t.slab_cols
+        slab = t.head_slab if name == "head" else t.slab_cols
+        price = SLAB_COST if slab == K_BLOCK else NARROW_COST
         slabs = (t.head_cols if name == "head" else t.chunk_cols) // slab
         most = -(-units // t.blocks)
         best: tuple[float, Product] | None = None
@@ -356,12 +399,16 @@ def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]
             if cut > t.cuts or slabs % cut:
                 continue
             p = Product(units, cols // slab, slabs, cut)
-            shares = min(p.pieces, t.warps)
-            room = 4 * TILE_ROWS * batch * shares * (t.stages // p.chunks + 2)
+            whole = p.slabs % (slabs // cut * t.warps) == 0
+            if t.spread and whole and name != "head" and weight_bits(t) < 8 * WEIGHT_BYTES:
+                spread = replace(p, spread=True)
+                p = spread if spread.sums(batch, t) <= SUMS_ROOM else p
             rounds = -(-most * p.pieces // t.warps)
-            flushes = most if p.pieces >= t.warps else rounds
-            cost = rounds * (slabs // cut) * slab / K_BLOCK * SLAB_COST + flushes * FLUSH_COST
-            if cut == 1 or (room <= SUMS_ROOM and (best is None or cost < best[0])):
+            flushes = FLUSH_COST * (most if p.pieces >= t.warps else rounds)
+            if p.spread:
+                flushes = SPREAD_COST * -(-most // t.warps)
+            cost = rounds * (slabs // cut) * slab / K_BLOCK * price + flushes
+            if cut == 1 or (p.sums(batch, t) <= SUMS_ROOM and (best is None or cost < best[0])):
                 best = (cost, p)
         assert best is not None
         out[name] = best[1]
@@ -372,22 +419,33 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     """What a tiling takes of a block's shared memory."""
     parts = [t.padded(model.hidden), t.padded(model.q_width) // t.o_split,
              t.padded(model.ffn) // t.down_split]  # fmt: skip
-    rows = work.batch * input_bytes(work) * max(parts)
+    slab, size = input_slab(work, work.weights)
+    outer, head = input_slab(work, work.weights.outer)
+    rows = max(max(parts) // slab * size, parts[0] // outer * head)
     inputs = align(max(rows, attention_bytes(model, work, t.warps)), 128)
-    window = max(
-        min(p.pieces, t.warps) * (t.stages // p.chunks + 2)
-        for p in products(model, work.batch, t).values()
-    )
-    sums = align(4 * TILE_ROWS * work.batch * window, 128)
+    found = products(model, work.batch, t).values()
+    sums = align(max(p.sums(work.batch, t) for p in found), 128) * (2 if t.own else 1)
     tiles = -(-tile_count(model.hidden) * max(t.o_split, t.down_split) // t.blocks) + 1
-    residual = align(4 * TILE_ROWS * work.batch * tiles, 128)
+    residual = align(4 * TILE_ROWS * work.batch * tiles, 128) * (2 if t.own else 1)
     staged = t.staged * 32 * query_stride(model.head_dim)
     return SharedPlan(inputs, sums, residual, t.stages * t.chunk_bytes, staged=staged)
 
 
+def refuse_own(model: ModelConfig, work: Workload, t: GpuTiling) -> str | None:
+    """Why warps cannot make their own inputs; None when they can."""
+    apart = [n for n, p in products(model, work.batch, t).items() if n != "head" and not p.spread]
+    if work.batch > 1 or apart:
+        return f"own inputs: batch {work.batch}, not spread: {', '.join(apart) or 'none'}"
+    slabs = t.padded(model.hidden) // t.slab_cols // t.warps * max(t.o_split, t.down_split)
+    eights = -(-t.padded(model.ffn) // t.down_split // t.slab_cols // t.warps // 2)
+    if max(slabs, eights) > MAX_LOOKS:
+        return f"own inputs: {max(slabs, eights)} looks of a lane at a time, at most {MAX_LOOKS}"
+    return None
+
+
 def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> str | None:
     """The limit that a tiling exceeds on a machine, in words; None when it fits."""
-    if (t.slab_cols, t.slab_bytes, t.head_bytes) != slabs_of(work):
+    if (t.slab_cols, t.slab_bytes, t.head_slab, t.head_bytes) != slabs_of(work):
         return f"slabs of {t.slab_bytes} bytes are not those of {work.weights}"
     if t.chunk_cols < 1 or t.chunk_cols % t.slab_cols or t.rows != TILE_ROWS:
         return (
@@ -416,6 +474,8 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.stages} stages for {t.warps} warps: each warp needs a slot of its own"
     if not 1 <= min(t.in_flight, t.in_flight_waiting) <= max(t.in_flight, 1) <= t.stages:
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
+    if t.own and (why := refuse_own(model, work, t)):
+        return why
     if t.cuts not in CUTS:
         return f"chunks cut in {t.cuts}: expected one of {', '.join(map(str, CUTS))}"
     if not 0 <= t.staged <= t.warps:
@@ -442,10 +502,10 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
 
 
 def _split(rows: int, cols: int, blocks: int, work: Workload, room: int) -> int:
-    """The fewest parts along K that balance the blocks and whose input rows fit in `room`."""
-    unit = slabs_of(work)[0]
+    """The fewest parts along K that balance the blocks and whose inputs fit in `room`."""
+    unit, size = input_slab(work, work.weights)
     legal = legal_splits(cols, unit=unit)
-    row = work.batch * input_bytes(work) * align(cols, unit)
+    row = align(cols, unit) // unit * size
     fits = [s for s in legal if row // s <= room]
     choices = fits or [legal[-1]]
     tiles = tile_count(rows)
@@ -456,9 +516,11 @@ def _split(rows: int, cols: int, blocks: int, work: Workload, room: int) -> int:
 
 
 def chunk_slabs(work: Workload) -> tuple[int, ...]:
-    """Slabs of a chunk of about 8, 4 and 2 KB: what is tried without a search."""
+    """Slabs of a chunk of about 8, 4 and 2 KB, powers of two, so that they can be cut: what is
+    tried without a search.
+    """
     size = slabs_of(work)[1]
-    return tuple(max(1, round(kb * 1024 / size)) for kb in (8, 4, 2))
+    return tuple(1 << max(0, round(math.log2(kb * 1024 / size))) for kb in (8, 4, 2))
 
 
 def piece_width(length: int, pieces: int) -> int:

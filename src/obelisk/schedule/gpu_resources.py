@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from obelisk.machine import Feature, Machine, MachineKind
 from obelisk.plan.layout import align
 from obelisk.schedule.gpu import (
-    K_BLOCK,
     TILE_ROWS,
     GpuTiling,
     SharedPlan,
     input_bytes,
+    input_slab,
     k_padded,
     refuse,
     shared_plan,
@@ -89,7 +89,7 @@ def register_shares(t: GpuTiling, machine: Machine) -> tuple[int, int]:
 
 def weight_bytes(model: ModelConfig, work: Workload) -> tuple[int, int]:
     """Bytes of all matrices as the kernel stores them, and of those that a step reads."""
-    inner, size, outer = slabs_of(work)
+    inner, size, outer, slab = slabs_of(work)
 
     def tiles(count: int, cols: int) -> int:
         return count * -(-cols // inner) * size
@@ -100,7 +100,7 @@ def weight_bytes(model: ModelConfig, work: Workload) -> tuple[int, int]:
         + tiles(up_tiles(model), model.hidden)
         + tiles(tile_count(model.hidden), model.ffn)
     )  # fmt: skip
-    head = tile_count(model.vocab) * align(model.hidden, inner) // K_BLOCK * outer
+    head = tile_count(model.vocab) * align(model.hidden, inner) // outer * slab
     step = layer * model.layers + head
     return step + (0 if model.tied else head), step
 
@@ -215,13 +215,14 @@ def stage_rows(
     """
     out = []
     slab, size = slab_of(work.weights, work.group, work.zeros)
+    cols, each = input_slab(work, work.weights)
     matrices = (("qkv", model.hidden), ("o", model.q_width), ("up", model.hidden),
                 ("down", model.ffn))  # fmt: skip
     for name, cols in matrices:
         wide = k_padded(cols)
         for split in (1, 2, 4):
             part = k_padded(-(-wide // split))
-            inputs = work.batch * input_bytes(work) * part  # its own columns of the input rows
+            inputs = -(-part // cols) * each  # the part's own columns of the input rows
             stage = rows * part * size // (TILE_ROWS * slab)
             room = machine.shared_bytes - inputs
             peak = inputs + 2 * stage

@@ -167,7 +167,7 @@ def space(
     """
     bulk = machine.has(Feature.BULK_COPY)
     groups = work.batch * model.kv_heads
-    slab, size, _ = slabs_of(work)
+    slab, size, *_ = slabs_of(work)
     o_splits = _splits(model.hidden, model.q_width, blocks, slab)
     down_splits = _splits(model.hidden, model.ffn, blocks, slab)
     pieces = [p for p in PIECES if p == 1 or p * groups <= 4 * blocks]

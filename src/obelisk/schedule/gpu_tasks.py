@@ -21,7 +21,6 @@ from functools import cached_property
 from types import MappingProxyType
 
 from obelisk.schedule.gpu import (
-    K_BLOCK,
     TILE_ROWS,
     GpuTiling,
     input_bytes,
@@ -138,7 +137,7 @@ class GpuStep:
         """Bytes of weights of a unit."""
         t, cols = self.tiling, self.columns(kind)
         if kind is GpuKind.HEAD:
-            return cols // K_BLOCK * t.head_bytes
+            return cols // t.head_slab * t.head_bytes
         return cols // t.slab_cols * t.slab_bytes
 
     @property

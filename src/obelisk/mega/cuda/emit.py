@@ -29,6 +29,7 @@ from obelisk.schedule.gpu import (
     head_chunk,
     input_bytes,
     kv_tiles,
+    narrow_inputs,
     products,
     refuse,
     shared_plan,
@@ -44,8 +45,8 @@ SPANS = (
 )  # fmt: skip
 WAITS = (*EDGES, "token", "step")
 TEXTS = (
-    "base.cuh", "weights.cuh", "weights32.cuh", "ring.cuh", "fill.cuh", "attend32.cuh",
-    "attend.cuh", "sample.cuh", "step.cuh",
+    "base.cuh", "weights.cuh", "weights32.cuh", "ring.cuh", "digits.cuh", "fill.cuh", "own.cuh",
+    "attend32.cuh", "attend.cuh", "sample.cuh", "step.cuh",
 )  # fmt: skip
 ONCE = ("best", "token", "logits")  # exchanged once a step, behind what every layer exchanges
 SLOTS = 8
@@ -204,6 +205,7 @@ def _formats(work: Workload) -> dict[str, int]:
         "BITS": BITS[work.weights], "OUTER_BITS": BITS[work.weights.outer],
         "FP32": int(wide), "IN": input_bytes(work), "MARKS": 1 if wide else 7,
         "SCALED": work.group if four else 128, "ZEROS": int(four and work.zeros),
+        "NARROW_INPUTS": narrow_inputs(work) if BITS[work.weights] < 16 else 0,
     }  # fmt: skip
 
 
@@ -219,7 +221,7 @@ def _defines(
     hidden = tile_count(model.hidden)
     kept = max(b - a for name in ("o", "down") for a, b in pairwise(shares(model, t)[name]))
     kept *= TILE_ROWS
-    if 4 * kept * work.batch > plan.residual:
+    if 4 * kept * work.batch > plan.residual // (2 if t.own else 1):
         raise InternalError("a block keeps more rows of the residual stream than were planned")
     values: dict[str, int | str] = {
         "BF16": int(work.weights is WeightFormat.BF16), "BULK": int(t.bulk),
@@ -230,6 +232,7 @@ def _defines(
         "KV_RING": int(t.kv_ring), "KV_TILES": kv_tiles(model, t),
         **{f"{n.upper()}_CHUNK": p.chunk for n, p in cut.items()},
         **{f"{n.upper()}_CUTS": p.cuts for n, p in cut.items()},
+        **{f"{n.upper()}_SPREAD": -(-p.units // t.blocks) * p.spread for n, p in cut.items()},
         "FLIGHT_WAITING": min(t.in_flight, t.in_flight_waiting),
         "WINDOW": max(t.stages // p.chunks + 2 for p in cut.values()),
         "ROTATE": t.rotate % t.blocks, "PIECES": t.kv_pieces,
@@ -250,7 +253,8 @@ def _defines(
         "AT_SUMS": plan.inputs, "AT_RESIDUAL": plan.inputs + plan.sums,
         "AT_STAGED": plan.inputs + plan.sums + plan.residual, "STAGED": t.staged,
         "HELD": int(t.held), "MASS_BESIDE": int(t.mass_beside),
-        "FENCED": int(t.fenced), "KEPT": int(t.kept),
+        "FENCED": int(t.fenced), "KEPT": int(t.kept), "OWN": int(t.own),
+        "OWN_SUMS": plan.sums // 2, "OWN_RESIDUAL": plan.residual // 2,
         "AT_RING": plan.inputs + plan.sums + plan.residual + plan.staged, "RESIDUAL_ROWS": kept,
         **_weights(layout),
         **{f"PLACE_{n.upper()}": at for n, at in places.items()}, "APART": 0,

@@ -1,10 +1,11 @@
 """How the CUDA kernel wants its weights: the arena's layout, in the records of `plan.layout`.
 
 Takes a model and a workload; gives a `WeightLayout` whose matrices are stored in fragments of
-`mma.m16n8k16` (`MatrixLayout.fragments`): a lane's A registers of one step of 16-bit weights, of
-two steps of 8-bit and of four of 4-bit ones lie in 16 bytes. The order along K is free as long as
-inputs follow it, so a lane's 8 columns of a block of 32 are neighbours, in the inputs too. fp32,
-which no tensor core multiplies, has an order of its own: 4 columns of a row in a lane's 16 bytes.
+`mma` (`MatrixLayout.fragments`): a lane's A registers of one step of 16-bit weights (m16n8k16), of
+one step of 8-bit (m16n8k32) and of two of 4-bit ones lie in 16 bytes. The order along K is free as
+long as inputs follow it, so a lane's 8 columns of a block of 32 are neighbours, in the inputs too.
+fp32, which no tensor core multiplies, has an order of its own: 4 columns of a row in a lane's 16
+bytes.
 Gate and up alternate 8 by 8 rows, so that one lane gets both halves of an element of the MLP.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from obelisk.plan.layout import MatrixLayout, RowBlock, VectorLayout, WeightLayout, align
-from obelisk.schedule.gpu import FOUR_COLS, TILE_ROWS, slab_of
+from obelisk.schedule.gpu import K_BLOCK, NARROW_COLS, TILE_ROWS, slab_of
 from obelisk.tasks import ModelConfig, WeightFormat, Workload
 from obelisk.tasks.weights import EMBED, FINAL_NORM, HEAD, LAYER
 
@@ -28,9 +29,7 @@ class _Part:
 
     def __init__(self, work: Workload, outer: bool) -> None:
         self.form, self.work, self.at = work.weights.outer if outer else work.weights, work, 0
-        self.cols = slab_of(work.weights, work.group, work.zeros)[
-            0
-        ]  # inputs' columns come in these
+        self.cols = slab_of(work.weights, work.group, work.zeros)[0]  # what inputs' columns come in
         self.matrices: list[MatrixLayout] = []
         self.vectors: list[VectorLayout] = []
 
@@ -42,17 +41,17 @@ class _Part:
     def matrix(self, name: str, cols: int, *blocks: RowBlock) -> None:
         rows, padded = align(sum(b.rows for b in blocks), TILE_ROWS), align(cols, self.cols)
         four, work = self.form is WeightFormat.W4A16, self.work
-        lanes, size = slab_of(self.form, work.group, work.zeros)
-        offset = self._take(rows // TILE_ROWS * (padded // lanes) * size)
+        slab, size = slab_of(self.form, work.group, work.zeros)
+        offset = self._take(rows // TILE_ROWS * (padded // slab) * size)
         scales = zeros = -1
         if four:
-            scales = TILE_ROWS * FOUR_COLS // 2
+            scales = TILE_ROWS * NARROW_COLS // 2
             if work.zeros:
-                zeros = scales + SCALE_BYTES * TILE_ROWS * (FOUR_COLS // work.group)
+                zeros = scales + SCALE_BYTES * TILE_ROWS * (NARROW_COLS // work.group)
         self.matrices.append(
             MatrixLayout(
-                name, blocks, rows, cols, padded, TILE_ROWS, lanes, self.form.value, offset,
-                scales, work.group if four else 0, zeros, fragments=True,
+                name, blocks, rows, cols, padded, TILE_ROWS, slab if four else K_BLOCK,
+                self.form.value, offset, scales, work.group if four else 0, zeros, fragments=True,
             )
         )  # fmt: skip
 

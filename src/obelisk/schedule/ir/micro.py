@@ -47,13 +47,14 @@ from obelisk.schedule.ir.passes import phases
 
 SHARED = (4, 30)  # issue and latency of a 16-byte shared load of a warp
 DEVICE = (8, 700)  # of a 16-byte load from device memory
-MMA = (8, 33)  # of one m16n8k16
+MMA = (8, 33)  # of one m16n8k16, or m16n8k32 of bytes
 FMA = (1, 4)  # of one fp32 multiplication and addition of a warp
 SHUFFLE = (2, 23)
 SPECIAL = (8, 22)
 EVENT = (1, 20)  # looking at, or arriving at, an mbarrier
-STEPS = K_BLOCK // 16  # of m16n8k16, in 32 columns of a tile
-DECODE = {16: 0, 8: 12, 4: 18}  # cycles to mask a step's weights; 4 bits: and to add its inputs
+STEPS = {16: K_BLOCK // 16, 8: 1, 4: 1}  # multiplications in 32 columns of a tile, by bits
+READ = {16: 1, 8: 2, 4: 2}  # blocks of 32 columns whose inputs are one load
+DECODE = {16: 0, 8: 3, 4: 9}  # cycles for a step's weights: masks, and its share of the scales
 POSITIONS = 16  # of the context, that a warp takes at a time: the m of m16n8k16
 POSITIONS_FP32 = 8  # a row of lanes for each
 ROWS = 4  # of a slab that a lane multiplies in fp32
@@ -91,11 +92,12 @@ def _product(pen: _Pen, t: GpuTiling, special: bool) -> None:
     (there,) = pen.put(WaitOp, [landed], EVENT, event=True)
     sums: SSAValue | None = None
     read: list[SSAValue] = []
-    each = 16 // weight_bits(t)  # steps of m16n8k16 whose weights are one load
-    steps = STEPS * -(-t.chunk_cols // K_BLOCK)
-    cost = (MMA[0] + DECODE[weight_bits(t)], MMA[1])
+    bits = weight_bits(t)
+    each = 8 * STEPS[bits] // bits  # steps whose weights are one load
+    steps = STEPS[bits] * -(-t.chunk_cols // K_BLOCK)
+    cost = (MMA[0] + DECODE[bits], MMA[1])
     for step in range(steps):
-        if step % STEPS == 0:
+        if step % (STEPS[bits] * READ[bits]) == 0:
             (inputs,) = pen.put(LoadOp, [], SHARED, registers=4)
         if step % each == 0:
             weights, done = pen.put(FragmentOp, [there], SHARED, registers=4, event=True)

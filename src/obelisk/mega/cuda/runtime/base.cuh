@@ -85,6 +85,12 @@ extern __shared__ __align__(128) char om_memory[];
 __device__ __forceinline__ u32 om_address(const void *p) {
   return (u32)__cvta_generic_to_shared(p);
 }
+__device__ __forceinline__ void om_sts(u32 at, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+__device__ __forceinline__ void om_sts2(u32 at, u32 v, u32 w) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v), "r"(w) : "memory");
+}
 __device__ __forceinline__ void om_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(OM_THREADS) : "memory");
 }

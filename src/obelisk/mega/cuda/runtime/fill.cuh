@@ -1,5 +1,6 @@
 /* From what other blocks wrote to a product's inputs: rows of OM_IN bytes an element in shared memory, slot b's column c
- * at OM_IN * (c / 32 * 32 * BATCH + 32 * b + c % 32) bytes; a lane reads 16 bytes of a slot's 32 columns.
+ * at OM_IN * (c / 32 * 32 * BATCH + 32 * b + c % 32) bytes; a lane reads 16 bytes of a slot's 32 columns. Those of
+ * narrow weights are digits (digits.cuh).
  *
  * Every block does this for itself; reading is waiting. A norm is split in two: the gain is multiplied before the
  * row is rounded to 16 bits, the reciprocal root (one number a slot) after the product, so one pass is enough.
@@ -8,12 +9,6 @@
 
 __device__ __forceinline__ u32 om_input(int slot, int col) {
   return om_address(om_memory) + (col / 32 * (32 * OM_BATCH) + slot * 32 + col % 32) * OM_IN;
-}
-__device__ __forceinline__ void om_sts(u32 at, u32 v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
-}
-__device__ __forceinline__ void om_sts2(u32 at, u32 v, u32 w) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v), "r"(w) : "memory");
 }
 
 /* Four columns of a slot. */
@@ -33,13 +28,13 @@ __device__ __forceinline__ void om_waiting(const om_state &s, int on) {
 /* A row of the embedding, four columns. */
 __device__ __forceinline__ float4 om_embedding(const om_launch *p, int token, int col) {
   const int in = col % 32, lane = token % 8 * 4 + in / 8, step = in / 4 % 2, half = token % 16 / 8;
-  using Format = om_format<OM_OUTER_BITS>;
-  const char *const slab = p->weights + OM_AT_EMBED + ((size_t)(token / 16) * OM_HIDDEN_K + col / 32) * Format::BYTES;
+  const char *const slab =
+      p->weights + OM_AT_EMBED + ((size_t)(token / 16) * OM_HIDDEN_K + col / 32) * (OM_OUTER_BITS * 64);
 #if OM_OUTER_BITS == 8
   const u32 w = *(const u32 *)(slab + lane * 16 + step * 8 + half * 4);
-  const float2 a = om_unpack(Format::low(w)), b = om_unpack(Format::high(w));
-  const float r = *(const float *)(p->weights + OM_AT_EMBED_SCALES + (size_t)token * 4) * OM_TINY;
-  return make_float4(a.x * r, a.y * r, b.x * r, b.y * r);
+  const float r = *(const float *)(p->weights + OM_AT_EMBED_SCALES + (size_t)token * 4);
+  return make_float4((float)((int)(w << 24) >> 24) * r, (float)((int)(w << 16) >> 24) * r,
+                     (float)((int)(w << 8) >> 24) * r, (float)((int)w >> 24) * r);
 #elif OM_OUTER_BITS == 32
   return *(const float4 *)(slab + ((half * 2 + token % 2) * 32 + token % 8 / 2 * 8 + in / 4) * 16);
 #else
@@ -57,17 +52,19 @@ __device__ __forceinline__ float om_root(int slot) {
   return 1.0f / sqrtf(sum / OM_HIDDEN + OM_EPS);
 }
 
-/* The residual stream (SPLIT partial sums, added in order; or the embedding), times a gain, into the inputs; the
- * block's own rows [from, to) are kept for the next addition. Gives the reciprocal roots of the lane's two slots. */
-template <int SPLIT, bool FIRST>
+/* The residual stream (SPLIT partial sums, added in order; or the embedding), times a gain, into the inputs of weights
+ * of BITS; the block's own rows [from, to) are kept for the next addition. Gives the reciprocal roots of the lane's two
+ * slots. */
+template <int BITS, int SPLIT, bool FIRST>
 __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, u32 mark, int edge, const float *gain,
                                                int from, int to) {
   constexpr int ALL = OM_HIDDEN_K * 8, STRIDE = OM_TEAM * 32,
                 EACH = (ALL + STRIDE - 1) / STRIDE; /* four columns each */
   constexpr int CAP = SPLIT >= 8 ? 1 : 8 / SPLIT, N = EACH < CAP ? EACH : CAP;
   /* fp16 could overflow without the root: rows wait for it in registers (OM_KEPT), or are read a second time */
-  constexpr bool KEEPS = OM_KEPT && !OM_ROOT_LATE && EACH <= N && N <= 2; /* more would be spilled */
-  constexpr int PASSES = OM_ROOT_LATE || KEEPS ? 1 : 2;
+  constexpr bool LATE = OM_ROOT_LATE || BITS < 16; /* the root multiplies what the product gives */
+  constexpr bool KEEPS = OM_KEPT && !LATE && EACH <= N && N <= 2; /* more would be spilled */
+  constexpr int PASSES = LATE || KEEPS ? 1 : 2;
   float4 kept[N];
   const int warp = s.warp(), slot = warp / OM_TEAM, first = warp % OM_TEAM * 32 + s.lane();
   float *const residual = (float *)(om_memory + OM_AT_RESIDUAL) + slot * OM_RESIDUAL_ROWS;
@@ -119,8 +116,11 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
           }
           if (col >= from && col < to && pass == 0) *(float4 *)(residual + col - from) = x;
           squares += (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w);
-          const float r = OM_ROOT_LATE ? 1.0f : root;
-          if (KEEPS)
+          const float r = LATE ? 1.0f : root;
+          if constexpr (BITS < 16) {
+            const float y[4] = {x.x * g[i].x, x.y * g[i].y, x.z * g[i].z, x.w * g[i].w};
+            om_put_digits<4>(slot, col, s.lane(), y, col < OM_HIDDEN_K * 32);
+          } else if (KEEPS)
             kept[i] = make_float4(x.x * g[i].x, x.y * g[i].y, x.z * g[i].z, x.w * g[i].w);
           else if (col < OM_HIDDEN_K * 32 && pass == PASSES - 1)
             om_put_inputs(slot, col, x.x * g[i].x * r, x.y * g[i].y * r, x.z * g[i].z * r, x.w * g[i].w * r);
@@ -133,7 +133,7 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
       if (s.lane() == 0) om.squares[warp] = squares;
     }
     om_sync();
-    if (!OM_ROOT_LATE && pass == 0) root = om_root(slot);
+    if (!LATE && pass == 0) root = om_root(slot);
   }
   if (KEEPS) {
 #pragma unroll
@@ -146,7 +146,7 @@ __device__ __forceinline__ float2 om_fill_norm(om_state &s, const char *stream, 
   }
   om_waiting(s, 0);
   const int quad = s.quad();
-  return OM_ROOT_LATE ? make_float2(om_root(2 * quad), om_root(2 * quad + 1)) : make_float2(1.0f, 1.0f);
+  return LATE ? make_float2(om_root(2 * quad), om_root(2 * quad + 1)) : make_float2(1.0f, 1.0f);
 }
 
 #if OM_ROUNDED
@@ -268,9 +268,11 @@ __device__ __forceinline__ void om_end_rows(om_state &s, char *stream, const flo
 }
 #endif
 
-/* OM_LOOK columns of attention's pieces with their masses, joined: inputs from column `in` of a slot on. */
-__device__ __forceinline__ void om_join_pieces(const uint4 *w, const uint4 *m, bool here, int slot, int in) {
-  float mass[OM_PIECES4], top = -OM_INFINITY, total = 0.0f, sum[OM_LOOK] = {};
+/* OM_LOOK columns of attention's pieces with their masses, joined; zeros where a thread is not `here`. */
+__device__ __forceinline__ void om_join_pieces(const uint4 *w, const uint4 *m, bool here, float (&sum)[OM_LOOK]) {
+  float mass[OM_PIECES4], top = -OM_INFINITY, total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < OM_LOOK; i++) sum[i] = 0.0f;
 #pragma unroll
   for (int k = 0; k < OM_PIECES4 / 4; k++) {
     mass[4 * k] = om_single(m[k].x), mass[4 * k + 1] = om_single(m[k].y);
@@ -289,8 +291,7 @@ __device__ __forceinline__ void om_join_pieces(const uint4 *w, const uint4 *m, b
   }
   const float r = here && total > 0.0f ? 1.0f / total : 0.0f;
 #pragma unroll
-  for (int i = 0; i < OM_LOOK; i += 4)
-    om_put_inputs(slot, in + i, sum[i] * r, sum[i + 1] * r, sum[i + 2] * r, sum[i + 3] * r);
+  for (int i = 0; i < OM_LOOK; i++) sum[i] *= r;
 }
 
 /* Whether the masses of all pieces have this mark. */
@@ -315,7 +316,7 @@ __device__ __forceinline__ void om_fill_attention(om_state &s, const char *piece
   om_sync();
   om_waiting(s, 1);
 #pragma unroll 1
-  for (int base = me; base < ALL; base += OM_THREADS * GO) {
+  for (int base = me; base / 32 * 32 < ALL; base += OM_THREADS * GO) { /* whole warps */
     const char *at[GO * N], *mass_at[GO];
     uint4 w[GO * N], m[GO * M];
 #pragma unroll
@@ -361,22 +362,31 @@ __device__ __forceinline__ void om_fill_attention(om_state &s, const char *piece
 #pragma unroll
     for (int g = 0; g < GO; g++) {
       const int item = base + g * OM_THREADS;
-      if (item < ALL)
-        om_join_pieces(w + g * N, m + g * M, mass_at[g] != nullptr, item / LOOKS, item % LOOKS * OM_LOOK);
+      if (item / 32 * 32 >= ALL) continue;
+      float x[OM_LOOK];
+      om_join_pieces(w + g * N, m + g * M, mass_at[g] != nullptr, x);
+      const int slot = item / LOOKS, in = item % LOOKS * OM_LOOK;
+#if OM_BITS < 16
+      om_put_digits<8>(slot, in, me % 32, x, item < ALL);
+#else
+      if (item >= ALL) continue;
+#pragma unroll
+      for (int i = 0; i < OM_LOOK; i += 4) om_put_inputs(slot, in + i, x[i], x[i + 1], x[i + 2], x[i + 3]);
+#endif
     }
   }
   om_sync();
   om_waiting(s, 0);
 }
 
-/* The MLP's values as the inputs of part `part` of the down projection, as they are. */
+/* The MLP's values as the inputs of part `part` of the down projection. */
 __device__ __forceinline__ void om_fill_act(om_state &s, const char *act, u32 use, int part) {
   constexpr int COLS = OM_FFN_K * 32 / OM_DOWN_SPLIT, LOOKS = COLS / OM_LOOK, ALL = LOOKS * OM_BATCH;
   constexpr int EACH = (ALL + OM_THREADS - 1) / OM_THREADS, N = EACH < 8 ? EACH : 8;
   const int me = s.thread();
   om_sync();
   om_waiting(s, 1);
-  for (int base = me; base < ALL; base += OM_THREADS * N) {
+  for (int base = me; base / 32 * 32 < ALL; base += OM_THREADS * N) { /* whole warps */
     const char *at[N];
     uint4 w[N];
 #pragma unroll
@@ -388,12 +398,18 @@ __device__ __forceinline__ void om_fill_act(om_state &s, const char *act, u32 us
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const int item = base + i * OM_THREADS;
+#if OM_BITS < 16
+      if (item / 32 * 32 >= ALL) continue;
+      float x[OM_LOOK];
+      om_values(w[i], x);
+      om_put_digits<8>(item / LOOKS, item % LOOKS * OM_LOOK, me % 32, x, item < ALL);
+#elif OM_FP32
       if (item >= ALL) continue;
-#if OM_FP32
-      float x[4];
+      float x[OM_LOOK];
       om_values(w[i], x);
       om_put_inputs(item / LOOKS, item % LOOKS * OM_LOOK, x[0], x[1], x[2], x[3]);
 #else
+      if (item >= ALL) continue;
       const u32 to = om_input(item / LOOKS, item % LOOKS * OM_LOOK);
       om_sts2(to, w[i].x, w[i].y), om_sts2(to + 8, w[i].z, w[i].w);
 #endif
@@ -408,6 +424,7 @@ struct om_out { /* what they share: `early` reads before the product, so that it
   struct Extra { /* of the lane's two rows; `scale`: of 8-bit weights alone */
     float2 bias, scale;
   };
+  static constexpr int PLACE = 0; /* where warps leave sums for each other, in a spread product with own inputs */
   const om_state &s;
   char *values;
   const float *bias, *scales;
@@ -423,10 +440,12 @@ struct om_out { /* what they share: `early` reads before the product, so that it
     if (scales) x.scale = rows(scales, unit);
     return x;
   }
+  __device__ __forceinline__ void late() {} /* what is known when all warps have met */
 };
 
 struct om_out_qkv : om_out {
   float2 root;
+  __device__ __forceinline__ void late() { root.x = om_root(0); }
   __device__ __forceinline__ void put(int unit, const float (&v)[4], float2 b) const {
     const int quad = s.quad(), row = (first + unit) * 16 + s.row();
 #pragma unroll
@@ -442,6 +461,7 @@ struct om_out_qkv : om_out {
 };
 
 struct om_out_residual : om_out { /* the part with the stream itself adds it, and the bias */
+  static constexpr int PLACE = 1;
   float *residual; /* null for other parts */
   int kept; /* first row that is kept */
   __device__ __forceinline__ void put(int unit, const float (&v)[4], float2 b) const {
@@ -467,6 +487,7 @@ struct om_out_residual : om_out { /* the part with the stream itself adds it, an
 
 struct om_out_up : om_out { /* rows 0 to 7 of a tile are gates, 8 to 15 the same elements of up */
   float2 root;
+  __device__ __forceinline__ void late() { root.x = om_root(0); }
   __device__ __forceinline__ void put(int unit, const float (&v)[4], float2 b) const {
     const int quad = s.quad(), row = s.row();
 #pragma unroll

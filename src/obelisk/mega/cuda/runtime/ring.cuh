@@ -243,6 +243,28 @@ __device__ __forceinline__ u32 om_count(u32 *at) { /* add one, and see what othe
 }
 #endif
 
+/* A lane's rows of what SHARES warps left at `base`, added in their order by groups of lanes. */
+template <int SHARES>
+__device__ __forceinline__ void om_gather(const float *base, int quad, float (&v)[4]) {
+  constexpr int TEAM = OM_BATCH <= 2 ? 4 : OM_BATCH <= 4 ? 2 : 1, PAIRS = 4 / TEAM; /* lanes that share the last sum */
+  const int first = 2 * (quad % PAIRS);
+  v[0] = v[1] = v[2] = v[3] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < (SHARES + TEAM - 1) / TEAM; i++) {
+    const int other = i * TEAM + quad / PAIRS;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (j < OM_BATCH && first + j < OM_BATCH && other < SHARES) {
+        const float *const from = base + (other * OM_BATCH + first + j) * 16;
+        v[j] += from[0], v[2 + j] += from[8];
+      }
+  }
+#pragma unroll
+  for (int d = PAIRS; d < 4; d *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], d);
+}
+
 /* The warps' sums of unit `unit`'s pieces, added in the order of the pieces by one of them: true there. Lane (row,
  * quad) brings and gets rows `row` and `row` + 8 of slots 2 * quad and 2 * quad + 1.
  *
@@ -251,7 +273,6 @@ __device__ __forceinline__ u32 om_count(u32 *at) { /* add one, and see what othe
  * arrivals, where that warp's lanes arrive for those without a piece. */
 template <int SHARES, int WINDOW>
 __device__ __forceinline__ bool om_join(const om_state &s, u32 unit, u32 share, bool last, float (&v)[4]) {
-  constexpr int TEAM = OM_BATCH <= 2 ? 4 : OM_BATCH <= 4 ? 2 : 1, PAIRS = 4 / TEAM; /* lanes that share the last sum */
   const int lane = s.lane(), row = lane / 4, quad = lane % 4;
   const u32 at = unit % WINDOW;
   float *const base = (float *)(om_memory + OM_AT_SUMS) + at * (SHARES * OM_BATCH * 16) + row;
@@ -275,22 +296,7 @@ __device__ __forceinline__ bool om_join(const om_state &s, u32 unit, u32 share, 
   if (!last) return false;
   om_wait(bar, number / OM_WINDOW & 1);
 #endif
-  const int first = 2 * (quad % PAIRS);
-  v[0] = v[1] = v[2] = v[3] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < (SHARES + TEAM - 1) / TEAM; i++) {
-    const int other = i * TEAM + quad / PAIRS;
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-      if (j < OM_BATCH && first + j < OM_BATCH && other < SHARES) {
-        const float *const from = base + (other * OM_BATCH + first + j) * 16;
-        v[j] += from[0], v[2 + j] += from[8];
-      }
-  }
-#pragma unroll
-  for (int d = PAIRS; d < 4; d *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], d);
+  om_gather<SHARES>(base, quad, v);
   return true;
 }
 
@@ -322,10 +328,114 @@ template <int N, class Format>
 __device__ __forceinline__ void om_multiply_held(Format &f, const om_held &held, int lane, const char *x) {
 #pragma unroll
   for (int j = 0; j < N; j++) {
-    uint4 b[1];
-    om_inputs(x + j * (OM_BATCH * 64), lane / 4 < OM_BATCH, b);
-    om_mma(f.c[2 * j % 4], held.a[2 * j % 16], b[0].x, b[0].y);
-    om_mma(f.c[(2 * j + 1) % 4], held.a[(2 * j + 1) % 16], b[0].z, b[0].w);
+    const uint4 b = Format::inputs(x + j * Format::STRIDE, lane);
+    om_mma(f.c[2 * j % 4], held.a[2 * j % 16], b.x, b.y);
+    om_mma(f.c[(2 * j + 1) % 4], held.a[(2 * j + 1) % 16], b.z, b.w);
+  }
+}
+
+/* The same as om_product where every warp has as many pieces of a unit as every other, and where a block has few units
+ * of narrow weights: a warp then has the same columns of each of them, whose inputs it reads once (reading them costs
+ * as much as reading the weights), and all warps meet once. Two pieces at a time, so that their chains of dependent
+ * instructions overlap. MOST: units of a block, at most. */
+template <int BITS, int BLOCKS_K, int CHUNK, int CUTS, int MOST>
+struct om_spread {
+  using Format = om_format<BITS>;
+  static constexpr int SLABS = BLOCKS_K / Format::BLOCKS, CHUNKS = (SLABS + CHUNK - 1) / CHUNK, PIECE = CHUNK / CUTS;
+  static constexpr int PIECES = SLABS / PIECE, RUNS = PIECES / OM_WARPS, SHARES = OM_WARPS * Format::PARTS;
+  static constexpr int ARRIVE = OM_ARRIVALS / CUTS, LAST = SLABS - (CHUNKS - 1) * CHUNK;
+  static constexpr int ARRIVE_END = OM_ARRIVALS - ARRIVE * (LAST / PIECE - 1);
+  static constexpr int UNITS = RUNS == 1 && MOST > 1 ? 2 : 1, GROUP = RUNS == 1 ? 1 : 2;
+  static constexpr bool KEEP = RUNS * PIECE * Format::TILES <= 4;
+  static_assert(SLABS % (PIECE * OM_WARPS) == 0 && OM_ARRIVALS % CUTS == 0 && CHUNK % CUTS == 0, "a warp's share");
+  const int lane, warp;
+  u32 first, full; /* the phase's first chunk; where its slots' mbarriers lie */
+  typename Format::Inputs kept[KEEP ? RUNS * PIECE : 1];
+
+  __device__ __forceinline__ om_spread(const om_state &s) : lane(s.lane()), warp(s.warp()), first(s.chunk) {
+    full = om_address(om.full);
+    asm volatile("" : "+r"(full)); /* or it is made anew each time */
+    if (KEEP)
+#pragma unroll
+      for (int i = 0; i < RUNS * PIECE; i++)
+        kept[KEEP ? i : 0] = Format::inputs(inputs(i / PIECE) + i % PIECE * Format::STRIDE, lane);
+  }
+  __device__ __forceinline__ const char *inputs(int run) const {
+    const int part = warp + run * OM_WARPS;
+    return om_memory + (part / CUTS * CHUNK + part % CUTS * PIECE) * Format::STRIDE;
+  }
+  /* N units from `unit` on; sums are left for the gathering. */
+  template <int N>
+  __device__ __forceinline__ void multiply(int unit, float *sums) const {
+    Format f[N];
+#pragma unroll
+    for (int run = 0; run < RUNS; run += GROUP) {
+      typename Format::Inputs b[GROUP * PIECE];
+      u32 slot[N * GROUP];
+#pragma unroll
+      for (int i = 0; i < GROUP * PIECE; i++) {
+        if (run + i / PIECE >= RUNS) continue;
+        if constexpr (KEEP)
+          b[i] = kept[run * PIECE + i];
+        else
+          b[i] = Format::inputs(inputs(run + i / PIECE) + i % PIECE * Format::STRIDE, lane);
+      }
+#pragma unroll
+      for (int i = 0; i < N * GROUP; i++) {
+        if (run + i % GROUP >= RUNS) continue;
+        const u32 chunk = first + (unit + i / GROUP) * CHUNKS + (warp + (run + i % GROUP) * OM_WARPS) / CUTS;
+        slot[i] = chunk % OM_STAGES;
+        om_wait(full + 8 * slot[i], chunk / OM_STAGES & 1);
+      }
+#pragma unroll
+      for (int i = 0; i < N * GROUP; i++) {
+        if (run + i % GROUP >= RUNS) continue;
+        const int cut = (warp + (run + i % GROUP) * OM_WARPS) % CUTS;
+        const char *const w = om_memory + OM_AT_RING + slot[i] * OM_CHUNK + cut * (PIECE * Format::BYTES);
+        const char *const x = inputs(run + i % GROUP);
+#pragma unroll
+        for (int j = 0; j < PIECE; j++)
+          f[i / GROUP].template add<0>(w + j * Format::BYTES, lane, x + j * Format::STRIDE, b[i % GROUP * PIECE + j]);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < N * GROUP; i++) {
+        if (run + i % GROUP >= RUNS) continue;
+        const bool end = warp + (run + i % GROUP) * OM_WARPS == PIECES - 1;
+        if (f[i / GROUP].read() && lane < (end ? ARRIVE_END : ARRIVE)) om_arrive(full + 8 * (OM_STAGES + slot[i]));
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      f[n].leave(sums + ((unit + n) * SHARES + warp * Format::PARTS) * (OM_BATCH * 16), lane % 4);
+  }
+};
+template <int BITS, int BLOCKS_K, int CHUNK, int CUTS, int MOST, class Out>
+__device__ __forceinline__ void om_product_spread(om_state &s, int units, Out &out) {
+  using Spread = om_spread<BITS, BLOCKS_K, CHUNK, CUTS, MOST>;
+  static_assert(sizeof om.full == 8 * OM_STAGES, "empty lies behind full");
+  const int warp = s.warp();
+  float *const sums = (float *)(om_memory + OM_AT_SUMS + (OM_OWN ? Out::PLACE * OM_OWN_SUMS : 0)) + s.row();
+  typename Out::Extra extra;
+  if (warp < units) extra = out.early(warp);
+  if (OM_OWN) __syncwarp(); /* the warp's own inputs are there */
+  const Spread spread(s);
+#pragma unroll 1
+  for (int unit = 0; unit < units; unit += Spread::UNITS)
+    if (Spread::UNITS == 1 || unit + 1 < units)
+      spread.template multiply<Spread::UNITS>(unit, sums);
+    else
+      spread.template multiply<1>(unit, sums);
+  s.chunk += units * Spread::CHUNKS;
+  om_sync();
+  if (OM_OWN && warp < units) out.late();
+#pragma unroll 1
+  for (int unit = warp; unit < units; unit += OM_WARPS) {
+    float v[4];
+    om_gather<Spread::SHARES>(sums + unit * Spread::SHARES * (OM_BATCH * 16), s.quad(), v);
+    if (unit > warp) extra = out.early(unit);
+    if (BITS == 8) v[0] *= extra.scale.x, v[1] *= extra.scale.x, v[2] *= extra.scale.y, v[3] *= extra.scale.y;
+    out.put(unit, v, extra.bias);
   }
 }
 
@@ -337,8 +447,12 @@ __device__ __forceinline__ void om_multiply_held(Format &f, const om_held &held,
  * warp i % OM_WARPS, so what is added in one warp's registers depends on the plan alone. A slot goes back to the
  * loader after OM_ARRIVALS arrivals, whatever the cut: the lanes of a warp arrive for as many as it needs. An arrival does
  * not wait for reads that are under way, and a copy that comes from L2 can overtake them: it depends on the products. */
-template <int BITS, int BLOCKS_K, int CHUNK, int CUTS, class Out>
+template <int BITS, int BLOCKS_K, int CHUNK, int CUTS, int SPREAD, class Out>
 __device__ __forceinline__ void om_product(om_state &s, int units, Out &out, const om_held &held) {
+  if constexpr (SPREAD > 0) {
+    om_product_spread<BITS, BLOCKS_K, CHUNK, CUTS, SPREAD>(s, units, out);
+    return;
+  }
   using Format = om_format<BITS>;
   constexpr int SLABS = BLOCKS_K / Format::BLOCKS, CHUNKS = (SLABS + CHUNK - 1) / CHUNK, PIECE = CHUNK / CUTS;
   constexpr int REST = SLABS - (CHUNKS - 1) * CHUNK, ENDS = (REST + PIECE - 1) / PIECE; /* of the last chunk */
@@ -347,14 +461,13 @@ __device__ __forceinline__ void om_product(om_state &s, int units, Out &out, con
   constexpr int ARRIVE = OM_ARRIVALS / CUTS, ARRIVE_END = OM_ARRIVALS - ARRIVE * (ENDS - 1);
   static_assert(OM_ARRIVALS % CUTS == 0 && CHUNK % CUTS == 0, "cuts");
   const int lane = s.lane(), warp = s.warp();
-  const char *const inputs = om_memory + (OM_FP32 ? lane % 8 * 16 : lane / 4 * 64 + lane % 4 * 16);
   const u32 all = units * PIECES;
   Format f;
   bool ahead = false; /* the first piece is multiplied already */
   if constexpr (om_holds<BITS, PIECE>())
     if (held.have) {
       const u32 part = warp % PIECES;
-      om_multiply_held<PIECE>(f, held, lane, inputs + (part / CUTS * CHUNK + part % CUTS * PIECE) * (OM_BATCH * 64));
+      om_multiply_held<PIECE>(f, held, lane, om_memory + (part / CUTS * CHUNK + part % CUTS * PIECE) * Format::STRIDE);
       ahead = true;
     }
   for (u32 local = warp; local < all; local += OM_WARPS) {
@@ -363,7 +476,7 @@ __device__ __forceinline__ void om_product(om_state &s, int units, Out &out, con
     const bool flush = part + OM_WARPS >= PIECES, end = part == PIECES - 1;
     typename Out::Extra extra;
     if (flush) extra = out.early(unit);
-    const char *const x = inputs + (in * CHUNK + cut * PIECE) * (Format::BLOCKS * OM_BATCH * 32 * OM_IN);
+    const char *const x = om_memory + (in * CHUNK + cut * PIECE) * Format::STRIDE;
     const char *const w = om_memory + OM_AT_RING + slot * OM_CHUNK + cut * (PIECE * Format::BYTES);
     const auto landed = [&] { om_wait(om_address(om.full) + 8 * slot, parity); };
     if (ahead)

@@ -7,7 +7,7 @@
  */
 template <>
 struct om_format<32> {
-  static constexpr int BLOCKS = 1, BYTES = 2048, AHEAD = OM_BATCH <= 2 ? 4 : OM_BATCH <= 4 ? 2 : 1;
+  static constexpr int BLOCKS = 1, BYTES = 2048, STRIDE = OM_BATCH * 128, AHEAD = OM_BATCH <= 2 ? 4 : OM_BATCH <= 4 ? 2 : 1;
   float sum[4][OM_BATCH] = {}; /* row 2 * g + i % 2 + i / 2 * 8 */
 
   __device__ __forceinline__ void add(int i, int slot, const float4 &a, const float4 &b) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void om_multiply(om_format<32> &f, const char *w, int
     for (int j = 0; j < RUN; j++)
 #pragma unroll
       for (int slot = 0; slot < OM_BATCH; slot++)
-        if (N % RUN == 0 || from + j < N) b[j][slot] = *(const float4 *)(x + ((from + j) * OM_BATCH + slot) * 128);
+        if (N % RUN == 0 || from + j < N) b[j][slot] = *(const float4 *)(x + ((from + j) * OM_BATCH + slot) * 128 + lane % 8 * 16);
     if (from == 0) wait();
 #pragma unroll
     for (int j = 0; j < RUN; j++) {
