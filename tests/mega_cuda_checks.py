@@ -74,6 +74,10 @@ CASES = [  # model, batch, weights (with :zeros, groups have their own), changes
     ("llama, groups of 8, 128", 8, "fp32", "cuts=4+fenced=0"),
     ("llama, no groups, biases, odd sizes", 1, "fp32", "chunk_cols=64+mass_beside=1"),
     ("qwen3, 24", 5, "fp32", "bulk=0+loader_warps=2+cuts=2"),
+    ("llama, groups of 4", 1, "bf16", "direct=1"),
+    ("qwen2, groups of 7, tied", 1, "bf16", "direct=1+down_split=2+blocks=5"),
+    ("qwen3, 128, groups of 2", 1, "bf16", "direct=1+staged=4+kv_pieces=5"),
+    ("llama, no groups, biases, odd sizes", 1, "bf16", "direct=1+bulk=0"),
 ]
 WIDE = [c for c in CASES if c[2] == "fp32"]
 FOUR = [c for c in CASES if c[2].startswith("w4a16")]

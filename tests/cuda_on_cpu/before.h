@@ -127,6 +127,10 @@ static void ptx_pack_f16(t32 &r, float hi, float lo) { r = twin_f16(hi) << 16 | 
 static void ptx_unpack_f16(float &a, float &b, t32 x) { a = twin_wide(x & 0xffff, false), b = twin_wide(x >> 16, false); }
 static void ptx_unpack_f16(float &a, t32 x) { a = twin_wide(x & 0xffff, false); }
 static void ptx_ex2(float &r, float x) { r = exp2f(x); }
+static void ptx_rsqrt(float &r, float x) { r = 1.0f / sqrtf(x); }
+static void ptx_rcp(float &r, float x) { r = 1.0f / x; }
+static void ptx_lg2(float &r, float x) { r = log2f(x); }
+static void ptx_popc(t32 &r, t32 x) { r = __builtin_popcount(x); }
 static void ptx_st64(void *at, t64 v) { memcpy(at, &v, 8); }
 static void ptx_st64x2(void *at, t64 a, t64 b) { memcpy(at, &a, 8), memcpy((char *)at + 8, &b, 8); }
 static void ptx_ld64(t64 &a, const void *at) { memcpy(&a, at, 8); twin_yield(); }

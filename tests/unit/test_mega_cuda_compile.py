@@ -26,6 +26,7 @@ except MissingDependency as missing:
 MACHINES = ("a100", "rtx3090", "rtx4090", "h200", "b200", "rtx5090")
 MODEL = parse_config(MODELS["qwen3, 24"])
 WORK = Workload(1, 64, WeightFormat.BF16)
+POPC = 0x309  # in the low bits of an instruction of sm_90
 
 
 def emitted(name: str, work: Workload = WORK) -> EmittedCuda:
@@ -62,9 +63,22 @@ def test_a_slot_is_given_back_behind_the_products_that_read_it(weights: WeightFo
     """The compiler keeps the comparison of sums that each of the five products' arrivals waits for:
     without it nothing but the order of instructions is between a read and the next copy.
     """
-    work = replace(WORK, weights=weights)
-    image = compile_cuda(emitted("h200", work).source, find("h200").arch).path.read_bytes()
+    work, machine = replace(WORK, weights=weights), find("h200")
+    tiling = replace(default_tiling(MODEL, work, machine), direct=False)
+    source = emit_cuda(MODEL, work, tiling, machine).source
+    image = compile_cuda(source, machine.arch).path.read_bytes()
     assert image.count((0x7F800001).to_bytes(4, "little")) >= 5
+
+
+def test_a_direct_product_gives_a_slot_back_behind_the_reads_of_it() -> None:
+    """The compiler keeps the count of ones that each arrival waits for: of the two texts of q, k, v
+    (the first layer reads the embedding), the output projection, gate and up, down.
+    """
+    emit = emitted("h200")
+    assert emit.tiling.direct
+    image = compile_cuda(emit.source, find("h200").arch).path.read_bytes()
+    words = [int.from_bytes(image[i : i + 2], "little") for i in range(0, len(image) - 15, 8)]
+    assert sum(w & 0xFFF == POPC for w in words) >= 5
 
 
 def test_equal_arguments_give_equal_text_and_architectures_differ() -> None:

@@ -37,6 +37,7 @@ MAX_LOOKS = 8  # 16-byte words from other blocks that a lane looks at together
 CUTS = (1, 2, 4, 8)  # parts of a chunk, each for one warp
 SLAB_COST, FLUSH_COST = 2.0, 12.0  # of 32 columns, and of handing sums over, in multiplications
 NARROW_COST, SPREAD_COST = 1.0, 10.0  # of 32 columns of 4 or 8 bits, and where warps meet once
+HELD_SLABS = 12  # of weights that a warp of a direct product holds: 96 registers a lane
 SUMS_ROOM = 24 * 1024  # bytes of sums between warps that cuts may take
 MISC_BYTES = 4096  # static shared memory: mbarriers, sums of squares, tokens, bins of a draw
 BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
@@ -104,6 +105,9 @@ class GpuTiling:
             that comes out even.
         own: where all of a layer's products are spread, and for one slot: a warp makes the inputs
             of its own columns, and the block's warps meet once a product.
+        direct: a layer's products take their inputs from what other blocks wrote into registers, K
+            shared out between the warps, with one barrier each (batch 1, bf16): no input lies in
+            shared memory.
         slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
         head_slab, head_bytes: a slab of the head, which may be of another format.
         rows: rows of a tile; 16 (the tensor cores' m).
@@ -132,6 +136,7 @@ class GpuTiling:
     kept: bool = False
     spread: bool = False
     own: bool = False
+    direct: bool = False
     slab_cols: int = K_BLOCK
     slab_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
     head_slab: int = K_BLOCK
@@ -218,7 +223,8 @@ class SharedPlan:
         residual: the block's own rows of the residual stream, fp32.
         ring: slots of weights.
         misc: barriers and flags (static).
-        staged: keys and values that are copied ahead; they lie before the ring.
+        staged: keys and values that are copied ahead.
+        direct: what warps of direct products add up, and a second residual; before the ring.
     """
 
     inputs: int
@@ -227,11 +233,12 @@ class SharedPlan:
     ring: int
     misc: int = MISC_BYTES
     staged: int = 0
+    direct: int = 0
 
     @property
     def dynamic(self) -> int:
         """Bytes that a launch asks for."""
-        return self.inputs + self.sums + self.residual + self.staged + self.ring
+        return self.inputs + self.sums + self.residual + self.staged + self.direct + self.ring
 
     @property
     def total(self) -> int:
@@ -357,7 +364,7 @@ def attention_bytes(model: ModelConfig, work: Workload, warps: int) -> int:
     value, and each warp's sums.
     """
     size, heads = input_bytes(work), head_chunk(model, work)
-    sums = 4 * warps * heads * (model.head_dim + 2)
+    sums = 4 * warps * heads * (align(model.head_dim, K_BLOCK) + 4)
     stride = query_stride(model.head_dim, size)
     if size == 4:
         return (align(model.group, heads) + 2) * stride + sums
@@ -415,6 +422,23 @@ def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]
     return out
 
 
+def direct_units(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, int]:
+    """Units of each product of a layer that a block's warps hold in registers at a time: as many as
+    `HELD_SLABS` a warp and the ring allow, in nearly equal turns; 0: a unit is more than
+    the ring.
+    """
+    out = {}
+    for name, p in products(model, batch, t).items():
+        if name == "head":
+            continue
+        if p.chunks > t.stages:
+            return dict.fromkeys(("qkv", "o", "up", "down"), 0)
+        most, slabs = -(-p.units // t.blocks), HELD_SLABS // -(-p.slabs // t.warps)
+        together = max(1, min(most, slabs, t.stages // p.chunks))
+        out[name] = -(-most // -(-most // together))
+    return out
+
+
 def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     """What a tiling takes of a block's shared memory."""
     parts = [t.padded(model.hidden), t.padded(model.q_width) // t.o_split,
@@ -428,7 +452,12 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     tiles = -(-tile_count(model.hidden) * max(t.o_split, t.down_split) // t.blocks) + 1
     residual = align(4 * TILE_ROWS * work.batch * tiles, 128) * (2 if t.own else 1)
     staged = t.staged * 32 * query_stride(model.head_dim)
-    return SharedPlan(inputs, sums, residual, t.stages * t.chunk_bytes, staged=staged)
+    direct = 0
+    if t.direct:  # two places in turn: sums of units, and of squares
+        units = max(direct_units(model, work.batch, t).values())
+        direct = align(2 * 4 * t.warps * (TILE_ROWS * units + 1), 128) + residual
+    ring = t.stages * t.chunk_bytes
+    return SharedPlan(inputs, sums, residual, ring, staged=staged, direct=direct)
 
 
 def refuse_own(model: ModelConfig, work: Workload, t: GpuTiling) -> str | None:
@@ -476,6 +505,12 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
     if t.own and (why := refuse_own(model, work, t)):
         return why
+    if t.direct and (work.batch > 1 or work.weights is not WeightFormat.BF16):
+        return "direct products are for batch 1 and bf16"
+    if t.direct and t.rounded:
+        return "direct products take rows of the residual stream as they are, not rounded"
+    if t.direct and (t.warps < 2 or not all(direct_units(model, work.batch, t).values())):
+        return f"direct products: {t.warps} warps, or a unit has more than {t.stages} chunks"
     if t.cuts not in CUTS:
         return f"chunks cut in {t.cuts}: expected one of {', '.join(map(str, CUTS))}"
     if not 0 <= t.staged <= t.warps:
@@ -550,11 +585,43 @@ def with_staged(
 def other_default(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
 ) -> tuple[GpuTiling, ...]:
-    """The other choice of what `for_weights` decides: rows that are read twice where the default
-    keeps them, else `cut_between`, its ring cut to what is left; nothing where that leaves none.
+    """The other choice of what the default decides: products through shared memory where its are
+    direct; rows that are read twice where `for_weights` keeps them, else `cut_between`, its ring
+    cut to what is left; nothing where that leaves none.
     """
-    t = _shrunk(model, work, replace(t, kept=False) if t.kept else cut_between(t), machine)
-    return (t,) if refuse(model, work, t, machine) is None else ()
+    if t.direct:
+        other = _plain_default(model, work, machine, t.blocks)
+    else:
+        other = replace(t, kept=False) if t.kept else cut_between(t)
+        other = _shrunk(model, work, other, machine)
+    return (other,) if refuse(model, work, other, machine) is None else ()
+
+
+def with_direct(
+    model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
+) -> GpuTiling | None:
+    """A tiling with direct products: the two that may be split along K in as many parts as leave a
+    warp no more of a unit than it can hold, and all chunks in flight while a block waits; None
+    where a product is too wide for that, or something else stands against it.
+    """
+    if work.batch > 1 or work.weights is not WeightFormat.BF16:
+        return None
+    most = HELD_SLABS * t.warps * K_BLOCK  # columns of a unit
+    parts = []
+    for cols, split in ((model.q_width, t.o_split), (model.ffn, t.down_split)):
+        wide = min(most, t.stages * t.chunk_cols)
+        legal = [s for s in t.splits(cols) if s >= split and t.padded(cols) // s <= wide]
+        even = [s for s in legal if imbalance(tile_count(model.hidden), s, t.blocks) <= BALANCE]
+        if not legal:
+            return None
+        parts.append((even or legal)[0])
+    if t.padded(model.hidden) > most:
+        return None
+    direct = replace(
+        t, direct=True, o_split=parts[0], down_split=parts[1], in_flight_waiting=t.in_flight
+    )
+    direct = _shrunk(model, work, direct, machine)
+    return direct if refuse(model, work, direct, machine) is None else None
 
 
 def _shrunk(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> GpuTiling:
@@ -597,10 +664,17 @@ def default_tiling(
     they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights). Long
     pieces of the context go through the ring. From 5 slots of bf16 on (a multiple of four layers)
     rows of the residual stream are rounded for all, and the down projection's inputs take no more
-    room than a norm's.
-    `blocks` replaces the machine's SM count. Raises `Infeasible` naming the limit where nothing
-    fits.
+    room than a norm's. `blocks` replaces the machine's SM count. Products are direct
+    (`with_direct`) where that goes. Raises `Infeasible` naming the limit where nothing fits.
     """
+    t = _plain_default(model, work, machine, blocks)
+    return with_direct(model, work, t, machine) or t
+
+
+def _plain_default(
+    model: ModelConfig, work: Workload, machine: Machine, blocks: int | None
+) -> GpuTiling:
+    """The default without direct products."""
     wanted = machine.cores if blocks is None else blocks
     count = max(1, min(wanted, up_tiles(model)))
     room = machine.shared_bytes // 3

@@ -26,6 +26,7 @@ from obelisk.schedule.gpu import (
     TILE_ROWS,
     GpuTiling,
     SharedPlan,
+    direct_units,
     head_chunk,
     input_bytes,
     kv_tiles,
@@ -46,7 +47,7 @@ SPANS = (
 WAITS = (*EDGES, "token", "step")
 TEXTS = (
     "base.cuh", "weights.cuh", "weights32.cuh", "ring.cuh", "digits.cuh", "fill.cuh", "own.cuh",
-    "attend32.cuh", "attend.cuh", "sample.cuh", "step.cuh",
+    "attend32.cuh", "attend.cuh", "sample.cuh", "step.cuh", "direct.cuh",
 )  # fmt: skip
 ONCE = ("best", "token", "logits")  # exchanged once a step, behind what every layer exchanges
 SLOTS = 8
@@ -221,6 +222,9 @@ def _defines(
     hidden = tile_count(model.hidden)
     kept = max(b - a for name in ("o", "down") for a, b in pairwise(shares(model, t)[name]))
     kept *= TILE_ROWS
+    side = direct_units(model, work.batch, t)
+    ring = plan.dynamic - plan.ring
+    summed = ring - plan.direct
     if 4 * kept * work.batch > plan.residual // (2 if t.own else 1):
         raise InternalError("a block keeps more rows of the residual stream than were planned")
     values: dict[str, int | str] = {
@@ -228,7 +232,8 @@ def _defines(
         "TRY_WAIT": int(_capability(machine) >= 90), "SLOTS": SLOTS,
         "BATCH": work.batch, "BATCH2": batch2, "BLOCKS": t.blocks, "WARPS": t.warps,
         "LOADERS": 1 if t.bulk else t.loader_warps, "STAGES": t.stages, "FLIGHT": t.in_flight,
-        **_formats(work), "CHUNK": t.chunk_bytes, "ARRIVALS": max(shared_by),
+        **_formats(work), "CHUNK": t.chunk_bytes,
+        "ARRIVALS": t.warps if t.direct else max(shared_by),
         "KV_RING": int(t.kv_ring), "KV_TILES": kv_tiles(model, t),
         **{f"{n.upper()}_CHUNK": p.chunk for n, p in cut.items()},
         **{f"{n.upper()}_CUTS": p.cuts for n, p in cut.items()},
@@ -252,10 +257,14 @@ def _defines(
         "QKV_BIAS": int(model.qkv_bias), "MLP_BIAS": int(model.mlp_bias),
         "AT_SUMS": plan.inputs, "AT_RESIDUAL": plan.inputs + plan.sums,
         "AT_STAGED": plan.inputs + plan.sums + plan.residual, "STAGED": t.staged,
+        "DIRECT": int(t.direct), "AT_DIRECT": summed, "TOGETHER": max(side.values()),
+        "AT_RESIDUAL_DOWN": ring - plan.residual,
+        **{f"{n.upper()}_TOGETHER": units for n, units in side.items()},
+        **{f"{n.upper()}_MOST": -(-cut[n].units // t.blocks) for n in side},
         "HELD": int(t.held), "MASS_BESIDE": int(t.mass_beside),
         "FENCED": int(t.fenced), "KEPT": int(t.kept), "OWN": int(t.own),
         "OWN_SUMS": plan.sums // 2, "OWN_RESIDUAL": plan.residual // 2,
-        "AT_RING": plan.inputs + plan.sums + plan.residual + plan.staged, "RESIDUAL_ROWS": kept,
+        "AT_RING": ring, "RESIDUAL_ROWS": kept,
         **_weights(layout),
         **{f"PLACE_{n.upper()}": at for n, at in places.items()}, "APART": 0,
         **{k.upper(): i for i, k in enumerate(KINDS)},

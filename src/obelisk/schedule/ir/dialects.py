@@ -457,7 +457,7 @@ def parse_module(text: str, source: str = "<text>") -> ModuleOp:
     """
     try:
         module = Parser(context(), text, source).parse_module()
-    except XdslParseError as error:
+    except (XdslParseError, ValueError) as error:  # a type that ends too soon is the latter
         raise ParseError(f"{source} is no module: {error}") from None
     verify_module(module)
     return module

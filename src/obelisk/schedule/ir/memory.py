@@ -216,7 +216,8 @@ def assign_pages(module: ModuleOp, step: GpuStep, plan: SharedPlan) -> None:
 def _shared(plan: SharedPlan, index: dict[str, int]) -> list[PageOp]:
     end = len(index) - 1
     sums = plan.inputs
-    residual, ring = sums + plan.sums, sums + plan.sums + plan.residual
+    residual = sums + plan.sums
+    staged = residual + plan.residual
     spans = [
         (f"inputs.{name}", 0, plan.inputs, i, i) for name, i in index.items()
     ] + [
@@ -225,6 +226,11 @@ def _shared(plan: SharedPlan, index: dict[str, int]) -> list[PageOp]:
     if plan.residual:
         spans.append(("residual.o", residual, plan.residual, index["qkv"], index["o"]))
         spans.append(("residual.down", residual, plan.residual, index["up"], index["down"]))
-    spans.append(("ring", ring, plan.ring, 0, end))
+    for name, at, size in (
+        ("staged", staged, plan.staged), ("direct", staged + plan.staged, plan.direct),
+        ("ring", plan.dynamic - plan.ring, plan.ring),
+    ):  # fmt: skip
+        if size:
+            spans.append((name, at, size, 0, end))
     spans.append(("misc", plan.dynamic, plan.misc, 0, end))
     return [PageOp(n, "shared", o, s, a, b) for n, o, s, a, b in spans]

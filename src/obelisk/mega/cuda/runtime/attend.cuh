@@ -54,7 +54,16 @@ struct om_tile { /* of 16 positions: lane (row, quad) has positions `row` and `r
         v[j][half] = in ? *(const uint4 *)(values + at) : make_uint4(0, 0, 0, 0);
       }
   }
-  /* The newest position, from shared memory. */
+  /* Values of half of the positions as the products want them. */
+  template <int HALF>
+  __device__ __forceinline__ void turn() {
+#pragma unroll
+    for (int j = 0; j < OM_DIM_BLOCKS; j++) {
+      uint4 &x = v[j][HALF];
+      x = make_uint4(om_turn(x.x), om_turn(x.y), om_turn(x.z), om_turn(x.w));
+    }
+  }
+  /* The newest position, from shared memory; its values are not turned yet. */
   __device__ __forceinline__ void add(const char *fresh, int at, int row, int quad) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -72,7 +81,7 @@ struct om_softmax { /* of heads 2 * quad and 2 * quad + 1: `sum` as the products
   float top[2], mass[2], sum[OM_DIM_BLOCKS][2][4];
 };
 
-/* One tile; positions from `end` on do not count. */
+/* One tile, its values turned; positions from `end` on do not count. */
 __device__ __forceinline__ void om_fold(om_softmax &a, const om_tile &t, const char *queries, int first, int end,
                                         int row, int quad) {
   float c[2][4] = {};
@@ -111,8 +120,7 @@ __device__ __forceinline__ void om_fold(om_softmax &a, const om_tile &t, const c
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint4 v0 = t.v[j][0], v1 = t.v[j][1];
-      const uint4 v = i ? make_uint4(om_turn(v0.z), om_turn(v0.w), om_turn(v1.z), om_turn(v1.w))
-                        : make_uint4(om_turn(v0.x), om_turn(v0.y), om_turn(v1.x), om_turn(v1.y));
+      const uint4 v = i ? make_uint4(v0.z, v0.w, v1.z, v1.w) : make_uint4(v0.x, v0.y, v1.x, v1.y);
       float (&sum)[4] = a.sum[j][i];
       sum[0] *= f[0], sum[1] *= f[1], sum[2] *= f[0], sum[3] *= f[1];
       om_mma(sum, v, hi[0], hi[1]), om_mma(sum, v, lo[0], lo[1]);
@@ -133,32 +141,44 @@ __device__ __forceinline__ void om_leave(om_softmax &a, float *mine, bool any, i
     const int h = 2 * quad + e;
     if (h >= OM_HEADS_AT) continue;
     float *const to = mine + h * OM_MERGED;
-    if (row == 0) to[OM_HEAD_DIM] = a.top[e], to[OM_HEAD_DIM + 1] = a.mass[e];
+    if (row == 0) *(float2 *)(to + OM_MASS_AT) = make_float2(a.top[e], a.mass[e]);
     if (any)
 #pragma unroll
-      for (int j = 0; j < OM_DIM_BLOCKS; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) { /* the row of a product that register i of a lane's 8 dimensions became */
-          const int dim = 32 * j + row / 2 * 8 + 2 * i + row % 2;
-          if (dim < OM_HEAD_DIM) to[dim] = a.sum[j][i / 2][i % 2 * 2 + e];
-        }
+      for (int j = 0; j < OM_DIM_BLOCKS; j++) /* dimensions row / 2 * 8 + row % 2 and + 2, + 4, + 6 of these 32 */
+        *(float4 *)(to + 32 * j + 4 * row) =
+            make_float4(a.sum[j][0][e], a.sum[j][0][2 + e], a.sum[j][1][e], a.sum[j][1][2 + e]);
   }
 }
 #endif
 
-/* Row h of a group's new values (queries, then the key, then the value), by one warp: normed, rotated, and put where
- * the products read it; keys and values also into the cache, rounded as later steps will read them. */
-__device__ __forceinline__ void om_new_row(const om_state &s, int h, const char *from, u32 mark, char *queries,
-                                           char *fresh, char *cache, int position, const float *gains, int lane) {
+/* Row h of a group's new values (queries, then the key, then the value), by one warp. First what it is made of, and a
+ * look at it, for rows that there are. */
+struct om_row {
+  float4 cosine, sine, gain;
+  const char *at[1];
+  uint4 w[1];
+};
+__device__ __forceinline__ om_row om_row_early(const om_state &s, int h, int rows, const char *from, int position,
+                                               const float *gains, int lane) {
+  const bool in = lane < OM_HEAD_DIM / 4 && h < rows;
+  const size_t turn = (size_t)position * (OM_HEAD_DIM / 2) + 4 * lane % (OM_HEAD_DIM / 2);
+  const float4 none = make_float4(1, 1, 1, 1);
+  om_row r;
+  r.at[0] = in ? from + ((size_t)h * OM_HEAD_DIM + 4 * lane) * 4 : nullptr;
+  om_look_all(r.at, r.w);
+  r.cosine = in ? *(const float4 *)(s.p->cosines + turn) : none, r.sine = in ? *(const float4 *)(s.p->sines + turn) : none;
+  r.gain = OM_QK_NORM && in && h <= OM_GROUP ? *(const float4 *)(gains + 4 * lane) : none;
+  return r;
+}
+/* Then, when it is there, normed, rotated, and put where the products read it; keys and values also into the cache,
+ * rounded as later steps will read them. */
+__device__ __forceinline__ void om_new_row(const om_state &s, int h, om_row &r, u32 mark, char *queries, char *fresh,
+                                           char *cache, int lane) {
   constexpr int HALF = OM_HEAD_DIM / 8; /* lanes of half a head */
   const bool in = lane < 2 * HALF;
-  const size_t turn = (size_t)position * (OM_HEAD_DIM / 2) + 4 * lane % (OM_HEAD_DIM / 2);
-  const float4 none = make_float4(1, 1, 1, 1), cosine = in ? *(const float4 *)(s.p->cosines + turn) : none;
-  const float4 sine = in ? *(const float4 *)(s.p->sines + turn) : none;
-  const float4 gain = OM_QK_NORM && in && h <= OM_GROUP ? *(const float4 *)(gains + 4 * lane) : none;
-  const char *const at[1] = {in ? from + ((size_t)h * OM_HEAD_DIM + 4 * lane) * 4 : nullptr};
-  uint4 w[1];
-  om_read<1, 0>(s, at, mark, 0, OM_EDGE_QKV, w);
+  const float4 gain = r.gain, cosine = r.cosine, sine = r.sine;
+  uint4 (&w)[1] = r.w;
+  om_look_again<1, 0>(s, r.at, mark, 0, OM_EDGE_QKV, w);
   float x[4] = {om_single(w[0].x), om_single(w[0].y), om_single(w[0].z), om_single(w[0].w)};
   if (h <= OM_GROUP) {
     float root = 1.0f;
@@ -166,7 +186,7 @@ __device__ __forceinline__ void om_new_row(const om_state &s, int h, const char 
       float squares = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3];
 #pragma unroll
       for (int d = 16; d; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
-      root = 1.0f / sqrtf(squares / OM_HEAD_DIM + OM_EPS);
+      root = om_rsqrt(squares * (1.0f / OM_HEAD_DIM) + OM_EPS);
     }
     if (h < OM_GROUP) root *= OM_SCALE;
     const float g[4] = {gain.x, gain.y, gain.z, gain.w}, c[4] = {cosine.x, cosine.y, cosine.z, cosine.w};
@@ -247,6 +267,14 @@ __device__ __forceinline__ void om_give_tile(const om_softmax &a, u32 first, int
 }
 #endif
 
+/* What no head fills of the queries is zero. */
+__device__ __forceinline__ void om_clear_queries(const om_state &s) {
+  for (int i = s.thread(); i < OM_Q_PARTS * OM_Q_ROWS * (OM_Q_STRIDE / 16); i += OM_THREADS) {
+    const int h = i / (OM_Q_STRIDE / 16) % OM_Q_ROWS, dim = i % (OM_Q_STRIDE / 16) * OM_LOOK;
+    if (h >= OM_GROUP || dim >= OM_HEAD_DIM) *(uint4 *)(om_memory + i * 16) = make_uint4(0, 0, 0, 0);
+  }
+}
+
 /* Where an item's first head has its place in rows of `row` pieces of `bytes`. */
 __device__ __forceinline__ char *om_piece(char *base, int item, int row, int bytes) {
   const int head = item / (OM_KV_HEADS * OM_PIECES) * OM_HEADS + item / OM_PIECES % OM_KV_HEADS * OM_GROUP;
@@ -276,28 +304,37 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
   char *const queries = om_memory, *const newest = queries + OM_Q_PARTS * OM_Q_ROWS * OM_Q_STRIDE;
   float *const merged = (float *)(newest + 2 * OM_NEWEST);
   const int start = lo + OM_POSITIONS * warp;
+  const char *const from = qkv + ((size_t)slot * OM_QKV_ROWS + head * (OM_ROWS_QKV * OM_HEAD_DIM)) * 4;
+  const int rows = fresh ? OM_ROWS_QKV : OM_GROUP;
+  om_row r = om_row_early(s, warp, rows, from, length - 1, warp == OM_GROUP ? k_gain : q_gain, lane);
   om_tile t;
 #if OM_KV_RING
   const u32 ring = s.chunk; /* all warps go on behind the item's chunks */
   s.chunk += (old - lo + 16 * OM_KV_TILES - 1) / (16 * OM_KV_TILES);
   om_take_tile(t, ring, warp, old - lo, row, quad);
-#elif OM_STAGED
-  const bool staged = item == s.turn && warp < OM_STAGED;
-  if (!staged) t.load(keys, values, start, old, row, quad);
 #else
-  t.load(keys, values, start, old, row, quad);
+#if OM_STAGED
+  if (item == s.turn && warp < OM_STAGED) { /* copied since the layer began */
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+    t.take<OM_Q_STRIDE, true>(om_staging(warp), om_staging(warp) + 16 * OM_Q_STRIDE, 16, row, quad);
+  } else /* in any case: registers that may be undefined are kept through the whole kernel */
 #endif
-  om_sync(); /* the memory of the inputs is free */
+    t.load(keys, values, start, old, row, quad);
+#endif
+    t.load(keys, values, start, old, row, quad);
+  /* Values are turned while the queries are on their way, but for the eight positions with the newest. */
+  const int newer = fresh && start <= old && old < start + OM_POSITIONS ? (old - start) / 8 : -1;
+  if (newer != 0) t.turn<0>();
+  if (newer != 1) t.turn<1>();
+  if (!OM_DIRECT || item != s.turn) om_sync(); /* the memory of the inputs is free */
   om_waiting(s, 1);
-  for (int i = me; i < OM_Q_PARTS * OM_Q_ROWS * (OM_Q_STRIDE / 16); i += OM_THREADS) { /* what no head fills is zero */
-    const int h = i / (OM_Q_STRIDE / 16) % OM_Q_ROWS, dim = i % (OM_Q_STRIDE / 16) * OM_LOOK;
-    if (h >= OM_GROUP || dim >= OM_HEAD_DIM) *(uint4 *)(queries + i * 16) = make_uint4(0, 0, 0, 0);
+  if (!OM_DIRECT) om_clear_queries(s); /* inputs of products were there */
+  for (int h = warp; h < rows; h += OM_WARPS) {
+    if (h != warp) r = om_row_early(s, h, rows, from, length - 1, h == OM_GROUP ? k_gain : q_gain, lane);
+    om_new_row(s, h, r, mark, queries, newest,
+               (h == OM_GROUP ? keys : values) + (size_t)(length - 1) * (OM_HEAD_DIM * OM_IN), lane);
   }
-  const char *const from = qkv + ((size_t)slot * OM_QKV_ROWS + head * (OM_ROWS_QKV * OM_HEAD_DIM)) * 4;
-  for (int h = warp; h < (fresh ? OM_ROWS_QKV : OM_GROUP); h += OM_WARPS)
-    om_new_row(s, h, from, mark, queries, newest,
-               (h == OM_GROUP ? keys : values) + (size_t)(length - 1) * (OM_HEAD_DIM * OM_IN), length - 1,
-               h == OM_GROUP ? k_gain : q_gain, lane);
   om_sync();
   om_waiting(s, 0);
 #pragma unroll 1
@@ -306,23 +343,21 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
     om_begin(a);
 #pragma unroll 1
     for (int at = start; at < hi; at += OM_POSITIONS * OM_WARPS) {
+      const bool other = at > start || (!OM_KV_RING && chunk > 0 && start + OM_POSITIONS * OM_WARPS < hi);
+      const bool last = fresh && at <= old && old < at + OM_POSITIONS && (other || chunk == 0);
+      if (other) { /* than the tile at hand */
 #if OM_KV_RING
-      const int tile = (at - lo) / 16;
-      if (at > start) om_take_tile(t, ring, tile, old - lo, row, quad);
-#elif OM_STAGED
-      if (staged && at == start) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncwarp();
-        t.take<OM_Q_STRIDE, true>(om_staging(warp), om_staging(warp) + 16 * OM_Q_STRIDE, 16, row, quad);
-      } else if (at > start || (chunk > 0 && start + OM_POSITIONS * OM_WARPS < hi))
-        t.load(keys, values, at, old, row, quad);
+        om_take_tile(t, ring, (at - lo) / 16, old - lo, row, quad);
 #else
-      if (at > start || (chunk > 0 && start + OM_POSITIONS * OM_WARPS < hi)) t.load(keys, values, at, old, row, quad);
+        t.load(keys, values, at, old, row, quad);
 #endif
-      if (fresh && at <= old && old < at + OM_POSITIONS) t.add(newest, old - at, row, quad);
+      }
+      if (last) t.add(newest, old - at, row, quad);
+      if (other || (last && newer == 0)) t.turn<0>();
+      if (other || (last && newer == 1)) t.turn<1>();
       om_fold(a, t, queries + chunk * OM_Q_STRIDE, at, hi, row, quad);
 #if OM_KV_RING
-      om_give_tile(a, ring, tile, old - lo, lane);
+      om_give_tile(a, ring, (at - lo) / 16, old - lo, lane);
 #endif
     }
     om_leave(a, merged + warp * (OM_HEADS_AT * OM_MERGED), start < hi, row, quad);
@@ -331,31 +366,31 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
     asm volatile("" : "+r"(again));
     char *const out = om_piece(pieces, again, OM_PIECES, OM_HEAD_DIM * OM_IN), *const mass_out =
                                                                                om_piece(masses, again, OM_PIECES4, 4);
-    constexpr int EIGHTS = OM_HEAD_DIM / 8, NEXT = OM_HEADS_AT * OM_MERGED, AT_A_TIME = 32 / OM_WARPS;
-    for (int i = me / OM_WARPS; i < (OM_HEADS_AT * EIGHTS + AT_A_TIME - 1) / AT_A_TIME * AT_A_TIME;
-         i += 32) { /* a lane for each warp's sums */
-      const int h = min(i / EIGHTS, OM_HEADS_AT - 1), at = i % EIGHTS * 8;
-      const float *const x = merged + me % OM_WARPS * NEXT + h * OM_MERGED;
-      const float2 m = *(const float2 *)(x + OM_HEAD_DIM);
-      float top = m.x;
+    constexpr int EIGHTS = OM_HEAD_DIM / 8;
+    const int some = min(OM_WARPS, (hi - lo + OM_POSITIONS - 1) / OM_POSITIONS); /* warps with a tile */
+    for (int i = me; i < OM_HEADS_AT * EIGHTS; i += OM_THREADS) {
+      const int h = i / EIGHTS, at = i % EIGHTS * 8;
+      const float *const x = merged + h * OM_MERGED;
+      if (chunk + h >= OM_GROUP) continue;
+      float2 m[OM_WARPS];
+      float top = -OM_INFINITY, mass = 0.0f, sum[8] = {};
 #pragma unroll
-      for (int d = 1; d < OM_WARPS; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-      const bool any = m.x != -OM_INFINITY;
-      const float f = any ? om_exp2(m.x - top) : 0.0f;
-      float mass = f * m.y, sum[8];
-#pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        const float2 y = any ? *(const float2 *)(x + at + j) : make_float2(0.0f, 0.0f);
-        sum[j] = f * y.x, sum[j + 1] = f * y.y;
+      for (int w = 0; w < OM_WARPS; w++) {
+        const float *const y = x + w * (OM_HEADS_AT * OM_MERGED) + OM_MASS_AT;
+        m[w] = w < some ? *(const float2 *)y : make_float2(-OM_INFINITY, 0.0f);
       }
 #pragma unroll
-      for (int d = 1; d < OM_WARPS; d *= 2) {
-        mass += __shfl_xor_sync(~0u, mass, d);
+      for (int w = 0; w < OM_WARPS; w++) top = fmaxf(top, m[w].x);
 #pragma unroll
-        for (int j = 0; j < 8; j++) sum[j] += __shfl_xor_sync(~0u, sum[j], d);
+      for (int w = 0; w < OM_WARPS; w++) {
+        if (w >= some) continue;
+        const float f = om_exp2(m[w].x - top);
+        const float4 *const y = (const float4 *)(x + w * (OM_HEADS_AT * OM_MERGED) + at), a = y[0], b = y[1];
+        mass += f * m[w].y;
+        sum[0] += f * a.x, sum[2] += f * a.y, sum[4] += f * a.z, sum[6] += f * a.w;
+        sum[1] += f * b.x, sum[3] += f * b.y, sum[5] += f * b.z, sum[7] += f * b.w;
       }
-      if (me % OM_WARPS || i >= OM_HEADS_AT * EIGHTS || chunk + h >= OM_GROUP) continue;
-      const float r = 1.0f / mass;
+      const float r = om_reciprocal(mass);
 #pragma unroll
       for (int j = 0; j < 8; j += OM_LOOK) {
         float x[OM_LOOK];
@@ -363,7 +398,7 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
         for (int k = 0; k < OM_LOOK; k++) x[k] = sum[j + k] * r;
         om_put_look(out + ((chunk + h) * (OM_PIECES * OM_HEAD_DIM) + at + j) * OM_IN, x, use);
       }
-      if (at == 0) om_put_single(mass_out + (chunk + h) * (OM_PIECES4 * 4), top + log2f(mass), mark);
+      if (at == 0) om_put_single(mass_out + (chunk + h) * (OM_PIECES4 * 4), top + om_log2(mass), mark);
     }
     if (OM_GROUP > OM_HEADS_AT) om_sync();
   }

@@ -25,6 +25,8 @@ struct om_tile {
       v[j] = om_floats(in ? om_ldg(values + ((size_t)at * OM_HEAD_DIM + dim) * 4) : none);
     }
   }
+  template <int HALF>
+  __device__ __forceinline__ void turn() {} /* values are multiplied as they are */
   /* The newest position, from shared memory. */
   __device__ __forceinline__ void add(const char *fresh, int at, int row, int quad) {
     if (at != row) return;
@@ -91,7 +93,7 @@ __device__ __forceinline__ void om_leave(const om_softmax &a, float *mine, bool 
     float mass = a.mass[h] * f;
 #pragma unroll
     for (int d = 4; d < 32; d *= 2) mass += __shfl_xor_sync(~0u, mass, d);
-    if (row == 0 && quad == 0) to[OM_HEAD_DIM] = top, to[OM_HEAD_DIM + 1] = mass;
+    if (row == 0 && quad == 0) to[OM_MASS_AT] = top, to[OM_MASS_AT + 1] = mass;
 #pragma unroll
     for (int j = 0; j < OM_SIXTEENS; j++) {
       const float4 s = a.sum[h][j];
@@ -101,7 +103,7 @@ __device__ __forceinline__ void om_leave(const om_softmax &a, float *mine, bool 
       float z = (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 8);
       z += __shfl_xor_sync(~0u, z, 4);
       const int dim = 16 * j + 4 * quad + (back ? 2 : 0) + (odd ? 1 : 0);
-      if (any && row % 2 == 0 && dim < OM_HEAD_DIM) to[dim] = z;
+      if (any && row % 2 == 0 && dim < OM_HEAD_DIM) to[dim / 8 * 8 + dim % 2 * 4 + dim % 8 / 2] = z;
     }
   }
 }

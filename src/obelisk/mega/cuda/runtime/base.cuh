@@ -45,12 +45,14 @@ struct om_launch {
 #define OM_INFINITY __int_as_float(0x7f800000)
 #define OM_ROOT_LATE (OM_BF16 || OM_FP32) /* the root of a norm comes after the product: no number is too large */
 #define OM_LOOK (16 / OM_IN) /* values of a product's inputs, or of attention, in 16 bytes */
-#define OM_MERGED (OM_HEAD_DIM + 2) /* floats of a head of a warp: sums, largest score, mass */
+#define OM_MASS_AT ((OM_HEAD_DIM + 31) / 32 * 32) /* of a head of a warp: sums (of 8 the even ones first), then these */
+#define OM_MERGED (OM_MASS_AT + 4) /* floats: largest score and mass */
 
 struct om_state { /* one consumer thread's view */
   const om_launch *p;
   int step, layer, turn; /* `turn`: whose share of a phase this block takes in this layer */
   u32 chunk, unit; /* the phase's first chunk and joined unit, counted from the launch's first */
+  u32 joined; /* times that warps' sums met: direct products */
   u32 meets;
   /* Asked for anew where they are used: kept in registers through the whole kernel they would push others out. */
   __device__ __forceinline__ int thread() const {
@@ -58,8 +60,8 @@ struct om_state { /* one consumer thread's view */
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
     return t;
   }
-  __device__ __forceinline__ int warp() const { return thread() / 32; }
-  __device__ __forceinline__ int lane() const { return thread() % 32; }
+  __device__ __forceinline__ int warp() const { return (u32)thread() / 32; }
+  __device__ __forceinline__ int lane() const { return (u32)thread() % 32; }
   __device__ __forceinline__ int row() const { return lane() / 4; }
   __device__ __forceinline__ int quad() const { return lane() % 4; }
   __device__ __forceinline__ int block() const { return blockIdx.x; }
@@ -122,6 +124,22 @@ __device__ __forceinline__ float2 om_unpack(u32 x) {
 __device__ __forceinline__ float om_exp2(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+/* Two units in the last place, where the exact ones take twenty instructions. */
+__device__ __forceinline__ float om_rsqrt(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float om_reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float om_log2(float x) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
 
@@ -273,12 +291,15 @@ __device__ __forceinline__ void om_take(const om_state &s, const u64 *at, int st
 }
 
 /* N times 16 bytes from at[i] (null: zeros): the first EIGHTS are OM_LOOK inputs of products, wanted with the mark
- * `use`, the others four fp32, wanted with `mark`. What is missing is looked at again. */
-template <int N, int EIGHTS>
-__device__ __forceinline__ void om_read(const om_state &s, const char *const (&at)[N], u32 mark, u32 use, int edge,
-                                        uint4 (&w)[N]) {
+ * `use`, the others four fp32, wanted with `mark`: a first look, and more of them at what was missing. */
+template <int N>
+__device__ __forceinline__ void om_look_all(const char *const (&at)[N], uint4 (&w)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) w[i] = at[i] ? om_look(at[i]) : make_uint4(0, 0, 0, 0);
+}
+template <int N, int EIGHTS>
+__device__ __forceinline__ void om_look_again(const om_state &s, const char *const (&at)[N], u32 mark, u32 use, int edge,
+                                              uint4 (&w)[N]) {
   om_patience wait;
   for (;;) {
     bool missing = false;
@@ -292,6 +313,13 @@ __device__ __forceinline__ void om_read(const om_state &s, const char *const (&a
     for (int i = 0; i < N; i++)
       if (at[i] && !(i < EIGHTS ? om_eights(w[i], use) : om_singles(w[i], mark))) w[i] = om_look(at[i]);
   }
+}
+
+template <int N, int EIGHTS>
+__device__ __forceinline__ void om_read(const om_state &s, const char *const (&at)[N], u32 mark, u32 use, int edge,
+                                        uint4 (&w)[N]) {
+  om_look_all<N>(at, w);
+  om_look_again<N, EIGHTS>(s, at, mark, use, edge, w);
 }
 
 /* All blocks meet: for the edges that a plan keeps by barriers. */

@@ -49,7 +49,7 @@ __device__ __forceinline__ float om_root(int slot) {
   if (slot < OM_BATCH)
 #pragma unroll
     for (int i = 0; i < OM_TEAM; i++) sum += om.squares[slot * OM_TEAM + i];
-  return 1.0f / sqrtf(sum / OM_HIDDEN + OM_EPS);
+  return om_rsqrt(sum * (1.0f / OM_HIDDEN) + OM_EPS);
 }
 
 /* The residual stream (SPLIT partial sums, added in order; or the embedding), times a gain, into the inputs of weights
@@ -289,7 +289,7 @@ __device__ __forceinline__ void om_join_pieces(const uint4 *w, const uint4 *m, b
 #pragma unroll
     for (int i = 0; i < OM_LOOK; i++) sum[i] += f * x[i];
   }
-  const float r = here && total > 0.0f ? 1.0f / total : 0.0f;
+  const float r = here && total > 0.0f ? om_reciprocal(total) : 0.0f;
 #pragma unroll
   for (int i = 0; i < OM_LOOK; i++) sum[i] *= r;
 }
@@ -495,7 +495,7 @@ struct om_out_up : om_out { /* rows 0 to 7 of a tile are gates, 8 to 15 the same
       if (j >= OM_BATCH) continue;
       const int slot = 2 * quad + j;
       const float r = j ? root.y : root.x, g = v[j] * r + b.x, u = v[2 + j] * r + b.y;
-      const float h = g / (1.0f + om_exp2(-1.4426950408889634f * g)) * u;
+      const float h = g * om_reciprocal(1.0f + om_exp2(-1.4426950408889634f * g)) * u;
 #if OM_FP32
       if (slot < OM_BATCH && (int)blockIdx.x != s.p->withhold - 1)
         om_put_single(values + ((size_t)slot * (OM_FFN_K * 32) + (first + unit) * 8 + row) * 4, h, mark);

@@ -48,7 +48,7 @@ __device__ __forceinline__ bool om_active(const om_launch *p, int slot, int step
 }
 __device__ __forceinline__ int om_wide(int length) { /* positions of a piece: at most a sixteenth more than its share */
   const int share = (length + OM_PIECES - 1) / OM_PIECES, step = max(8, 1 << (31 - __clz(max(share, 1))) >> 4);
-  return (share + step - 1) / step * step;
+  return (share + step - 1) & -step; /* a power of two */
 }
 struct om_range { /* an item of attention: positions [lo, hi) of a slot's head group; those before `old` are cached */
   int slot, head, length, lo, hi, old;

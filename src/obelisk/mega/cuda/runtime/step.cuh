@@ -62,6 +62,9 @@ __device__ __forceinline__ u32 om_down_mark(u32 done, int layer, u32 tag) {
   return OM_FP32 ? (done * each + layer / 2 + 1) & 1 : tag & 7;
 }
 
+#if OM_DIRECT
+__device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag); /* direct.cuh */
+#else
 /* OM_APART: 0, or in a recording kernel the bytes from a layer's exchanged values to the next one's, so that all stay. */
 __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
@@ -148,6 +151,7 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
 #endif
   OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
 }
+#endif
 
 __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
@@ -238,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
   }
   om_state s;
   s.p = p;
-  s.chunk = s.unit = 0, s.meets = 0;
+  s.chunk = s.unit = s.joined = 0, s.meets = 0;
   u32 tag = p->tag;
   for (s.step = 0; s.step < p->steps; s.step++) {
     s.turn = block;

@@ -39,6 +39,13 @@ __device__ __forceinline__ void om_mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 
  * operands were read. Arithmetic makes no signalling NaN. */
 __device__ __forceinline__ bool om_is_sum(float sum) { return __float_as_uint(sum) != 0x7f800001u; }
 
+/* True, which the compiler cannot know: what depends on it comes after the words that `mix` is made of were read. */
+__device__ __forceinline__ bool om_is_read(u32 mix) {
+  u32 ones;
+  asm volatile("popc.b32 %0, %1;" : "=r"(ones) : "r"(mix));
+  return ones <= 32;
+}
+
 /* A format: `BLOCKS` blocks of 32 columns, `BYTES` bytes of weights and `STRIDE` of inputs to a slab; `AHEAD` slabs
  * whose inputs are read before their weights are waited for; `inputs`: a lane's of a slab; `add`: slab J of a piece;
  * `read`: true when the weights of all slabs were read; `take`: the sums of what was added since the last time, and

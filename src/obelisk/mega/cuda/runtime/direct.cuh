@@ -1,0 +1,420 @@
+/* Products of one slot whose inputs go from the values of other blocks straight into the registers that are
+ * multiplied: bf16, batch 1 (OM_DIRECT). What a layer does then, in place of fill.cuh and om_product.
+ *
+ * K is shared out between the warps, every unit's in the same way, so a warp looks for its own columns alone, and only
+ * the warps' sums meet: one barrier a product. The weights of up to TOGETHER units are read into registers before the
+ * inputs are looked for. The 8 columns of m16n8k16's second operand are 8 steps along K: lane (row, quad) has the four
+ * columns of K of step `row` that its quad multiplies there, and brings zeros to the other seven; the sum over the
+ * quads is the sum over the steps. A norm's root comes after the product, with the warps' sums of squares.
+ *
+ * Sums lie in two places in turn: a warp comes to the place again only after a barrier behind its last reader. So do
+ * the kept rows of the residual stream, for the output and the down projection.
+ */
+#if OM_DIRECT
+#define OM_DIRECT_SUMS (OM_TOGETHER * OM_WARPS * 16) /* floats of one of two places; the sums of squares behind */
+
+template <int SLABS>
+struct om_part { /* what a warp has of a unit's K */
+  static constexpr int MINE = (SLABS + OM_WARPS - 1) / OM_WARPS, GROUPS = (MINE + 3) / 4;
+  static constexpr bool EVEN = MINE * OM_WARPS == SLABS;
+  u32 b[GROUPS][2]; /* a lane's four columns of every 128 */
+  /* The first of these columns; -1: none. */
+  static __device__ __forceinline__ int column(const om_state &s, int group) {
+    const int lane = s.lane(), in = 4 * group + lane / 8, slab = s.warp() * MINE + in;
+    return in < MINE && (EVEN || slab < SLABS) ? 32 * slab + lane % 4 * 8 + lane / 4 % 2 * 4 : -1;
+  }
+};
+
+__device__ __forceinline__ float *om_kept_rows(int product) { /* 0: for the output projection, 1: for down */
+  return (float *)(om_memory + (product ? OM_AT_RESIDUAL_DOWN : OM_AT_RESIDUAL));
+}
+
+/* ---- inputs: `early` begins to read, before the weights are read; `fill` gives the lane's share of the squares ---- */
+template <int SPLIT, bool FIRST>
+struct om_in_norm {
+  static constexpr bool NORM = true;
+  const char *stream;
+  u32 mark;
+  int edge;
+  const float *gain;
+  int from, to; /* rows of the residual stream that are kept */
+  float *kept;
+
+  template <int SLABS>
+  struct early_t {
+    float4 gain[om_part<SLABS>::GROUPS];
+    const char *at[om_part<SLABS>::GROUPS * SPLIT];
+    uint4 w[om_part<SLABS>::GROUPS * SPLIT];
+  };
+  template <int SLABS> __device__ __forceinline__ void early(const om_state &s, early_t<SLABS> &e) const {
+#pragma unroll
+    for (int g = 0; g < om_part<SLABS>::GROUPS; g++) {
+      const int col = om_part<SLABS>::column(s, g);
+      const bool here = col >= 0 && col < OM_HIDDEN_ROWS;
+      e.gain[g] = here ? *(const float4 *)(gain + col) : make_float4(0, 0, 0, 0);
+      if (!FIRST)
+#pragma unroll
+        for (int k = 0; k < SPLIT; k++)
+          e.at[g * SPLIT + k] = here ? stream + ((size_t)k * OM_HIDDEN_ROWS + col) * 4 : nullptr;
+    }
+    if (!FIRST) om_look_all(e.at, e.w);
+  }
+  template <int SLABS>
+  __device__ __forceinline__ float fill(const om_state &s, early_t<SLABS> &e, om_part<SLABS> &part) const {
+    constexpr int G = om_part<SLABS>::GROUPS;
+    if (!FIRST) om_look_again<G * SPLIT, 0>(s, e.at, mark, 0, edge, e.w);
+    float squares = 0.0f;
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+      const int col = om_part<SLABS>::column(s, g);
+      float4 x = make_float4(0, 0, 0, 0);
+      if (FIRST) {
+        if (col >= 0 && col < OM_HIDDEN_ROWS) x = om_embedding(s.p, om.token[0], col);
+      } else {
+#pragma unroll
+        for (int k = 0; k < SPLIT; k++) {
+          const uint4 y = e.w[g * SPLIT + k];
+          x.x += __uint_as_float(y.x & ~7u), x.y += __uint_as_float(y.y & ~7u);
+          x.z += __uint_as_float(y.z & ~7u), x.w += __uint_as_float(y.w & ~7u);
+        }
+      }
+      if (col >= from && col < to) *(float4 *)(kept + col - from) = x;
+      squares += (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w);
+      part.b[g][0] = om_pack(x.x * e.gain[g].x, x.y * e.gain[g].y);
+      part.b[g][1] = om_pack(x.z * e.gain[g].z, x.w * e.gain[g].w);
+    }
+    return squares;
+  }
+};
+
+struct om_in_act { /* part `part` of the MLP's values */
+  static constexpr bool NORM = false;
+  const char *act;
+  u32 use;
+  int part;
+
+  template <int SLABS>
+  struct early_t {
+    const char *at[om_part<SLABS>::GROUPS];
+    uint4 w[om_part<SLABS>::GROUPS];
+  };
+  template <int SLABS> __device__ __forceinline__ void early(const om_state &s, early_t<SLABS> &e) const {
+#pragma unroll
+    for (int g = 0; g < om_part<SLABS>::GROUPS; g++) { /* eight columns in one access; a lane has half of them */
+      const int in = om_part<SLABS>::column(s, g), col = part * (32 * SLABS) + (in & ~7);
+      e.at[g] = in >= 0 && col < OM_UP_TILES * 8 ? act + col * 2 : nullptr;
+    }
+    om_look_all(e.at, e.w);
+  }
+  template <int SLABS>
+  __device__ __forceinline__ float fill(const om_state &s, early_t<SLABS> &e, om_part<SLABS> &p) const {
+    constexpr int G = om_part<SLABS>::GROUPS;
+    om_look_again<G, G>(s, e.at, 0, use, OM_EDGE_UP, e.w);
+    const bool half = s.lane() / 4 % 2;
+#pragma unroll
+    for (int g = 0; g < G; g++) p.b[g][0] = half ? e.w[g].z : e.w[g].x, p.b[g][1] = half ? e.w[g].w : e.w[g].y;
+    return 0.0f;
+  }
+};
+
+struct om_in_attention { /* part `part` of attention's pieces, joined; masses are looked for first: they are few */
+  static constexpr bool NORM = false;
+  const char *pieces, *masses;
+  u32 mark, use;
+  int part;
+
+  template <int SLABS> struct early_t {
+    uint4 m[OM_PIECES4 / 4]; /* of the first group's head */
+  };
+  template <int SLABS> __device__ __forceinline__ int column(const om_state &s, int group) const { /* -1: none */
+    const int in = om_part<SLABS>::column(s, group), col = part * (32 * SLABS) + (in & ~7);
+    return in >= 0 && col < OM_HEADS * OM_HEAD_DIM ? col : -1;
+  }
+  template <int SLABS> __device__ __forceinline__ void early(const om_state &s, early_t<SLABS> &e) const {
+    const int col = column<SLABS>(s, 0);
+#pragma unroll
+    for (int k = 0; k < OM_PIECES4 / 4; k++)
+      e.m[k] = col >= 0 ? om_look(masses + col / OM_HEAD_DIM * (OM_PIECES4 * 4) + k * 16) : make_uint4(0, 0, 0, 0);
+  }
+  template <int SLABS>
+  __device__ __forceinline__ float fill(const om_state &s, early_t<SLABS> &e, om_part<SLABS> &p) const {
+    constexpr int N = OM_PIECES, M = OM_PIECES4 / 4;
+    const bool half = s.lane() / 4 % 2;
+#pragma unroll
+    for (int g = 0; g < om_part<SLABS>::GROUPS; g++) {
+      const int col = column<SLABS>(s, g), head = max(col, 0) / OM_HEAD_DIM;
+      const bool here = col >= 0;
+      const char *const first = pieces + ((size_t)head * (OM_PIECES * OM_HEAD_DIM) + max(col, 0) % OM_HEAD_DIM) * 2;
+      const char *const mass_at = masses + head * (OM_PIECES4 * 4);
+      uint4 m[M], w[N];
+#pragma unroll
+      for (int k = 0; k < M; k++) m[k] = g == 0 ? e.m[k] : here ? om_look(mass_at + k * 16) : make_uint4(0, 0, 0, 0);
+      float mass[OM_PIECES4];
+      om_patience wait;
+      for (;;) {
+        bool missing = false;
+#pragma unroll
+        for (int k = 0; k < M; k++) {
+          mass[4 * k] = __uint_as_float(m[k].x), mass[4 * k + 1] = __uint_as_float(m[k].y);
+          mass[4 * k + 2] = __uint_as_float(m[k].z), mass[4 * k + 3] = __uint_as_float(m[k].w);
+        }
+#pragma unroll
+        for (int k = 0; k < N; k++) missing |= here && (__float_as_uint(mass[k]) & 7) != mark;
+        if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, m[0].x & 7)) break;
+#pragma unroll
+        for (int k = 0; k < M; k++) m[k] = om_look(mass_at + k * 16);
+      }
+      const char *at[N];
+#pragma unroll
+      for (int k = 0; k < N; k++) at[k] = here ? first + k * (OM_HEAD_DIM * 2) : nullptr;
+      om_read<N, N>(s, at, 0, use, OM_EDGE_ATTEND, w);
+      float top = -OM_INFINITY, total = 0.0f, sum[4] = {};
+#pragma unroll
+      for (int k = 0; k < N; k++) {
+        mass[k] = __uint_as_float(__float_as_uint(mass[k]) & ~7u);
+        top = fmaxf(top, mass[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < N; k++) {
+        const float f = mass[k] == -OM_INFINITY ? 0.0f : om_exp2(mass[k] - top);
+        const float2 a = om_unpack(half ? w[k].z : w[k].x), b = om_unpack(half ? w[k].w : w[k].y);
+        total += f;
+        sum[0] += f * a.x, sum[1] += f * a.y, sum[2] += f * b.x, sum[3] += f * b.y;
+      }
+      const float r = here && total > 0.0f ? om_reciprocal(total) : 0.0f;
+      p.b[g][0] = om_pack(sum[0] * r, sum[1] * r), p.b[g][1] = om_pack(sum[2] * r, sum[3] * r);
+    }
+    return 0.0f;
+  }
+};
+
+/* ---- what happens to a unit's sums: lanes r and r + 16 of one warp have row r's ---- */
+struct om_put {
+  char *values;
+  const float *bias;
+  int first; /* tile of unit 0 */
+  u32 mark;
+  __device__ __forceinline__ float early(int unit, int row) const {
+    return bias ? bias[(first + unit) * 16 + row] : 0.0f;
+  }
+};
+struct om_put_qkv : om_put {
+  __device__ __forceinline__ void put(const om_state &s, int unit, int row, float v) const {
+    const int at = (first + unit) * 16 + row;
+    if (s.lane() < 16 && (OM_QKV_ROWS % 16 == 0 || at < OM_QKV_ROWS)) om_put_single(values + at * 4, v, mark);
+  }
+};
+struct om_put_residual : om_put { /* the part with the stream itself adds it */
+  const float *residual; /* null for other parts */
+  int kept; /* first row that is kept */
+  __device__ __forceinline__ void put(const om_state &s, int unit, int row, float v) const {
+    const int at = (first + unit) * 16 + row;
+    if (residual) v += residual[at - kept];
+    if (s.lane() < 16) om_put_single(values + at * 4, v, mark);
+  }
+};
+struct om_put_up : om_put { /* rows 0 to 7 of a tile are gates, 8 to 15 the same elements of up */
+  __device__ __forceinline__ void put(const om_state &s, int unit, int, float g) const {
+    const float u = __shfl_down_sync(~0u, g, 8), h = g * om_reciprocal(1.0f + om_exp2(-1.4426950408889634f * g)) * u;
+    const u32 x = om_pack(h, __shfl_down_sync(~0u, h, 1)), y = __shfl_down_sync(~0u, x, 2);
+    const u32 z = __shfl_down_sync(~0u, x, 4), w = __shfl_down_sync(~0u, x, 6);
+    if (s.lane() == 0 && (int)blockIdx.x != s.p->withhold - 1)
+      om_put_eight(values + (first + unit) * 16, x, y, z, w, mark);
+  }
+};
+
+/* A lane's operands of this warp's slabs of unit `unit`, once they have landed. Slots are neighbours: slabs of a unit
+ * follow one another in memory, but for the ring's end. */
+template <int SLABS, int CHUNK>
+__device__ __forceinline__ void om_unit_weights(const om_state &s, int unit, uint4 (&a)[2 * om_part<SLABS>::MINE]) {
+  using Part = om_part<SLABS>;
+  constexpr int CHUNKS = (SLABS + CHUNK - 1) / CHUNK, MINE = Part::MINE, LAST = OM_STAGES * CHUNK;
+  constexpr bool ALONE = CHUNK % MINE == 0; /* they lie in one chunk */
+  static_assert(CHUNK * 1024 == OM_CHUNK, "a chunk is a slot");
+  const int lane = s.lane(), begin = s.warp() * MINE, end = Part::EVEN ? begin + MINE : min(begin + MINE, SLABS);
+  u32 place = 0;
+#pragma unroll
+  for (int i = 0; i <= (ALONE ? 0 : (MINE + CHUNK - 2) / CHUNK); i++) {
+    const int in = begin / CHUNK + i;
+    const u32 chunk = s.chunk + unit * CHUNKS + in, slot = chunk % OM_STAGES;
+    if (i == 0) place = slot * CHUNK + begin % CHUNK;
+    if (Part::EVEN && ALONE || in * CHUNK < end) om_wait(om_address(om.full) + 8 * slot, chunk / OM_STAGES & 1);
+  }
+#pragma unroll
+  for (int j = 0; j < MINE; j++) {
+    u32 at = place + j;
+    if (!ALONE && at >= LAST) at -= LAST;
+    const char *const w = om_memory + OM_AT_RING + at * 1024 + lane * 16;
+    const bool in = Part::EVEN || begin + j < end;
+    a[2 * j] = in ? *(const uint4 *)w : make_uint4(0, 0, 0, 0);
+    a[2 * j + 1] = in ? *(const uint4 *)(w + 512) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+/* Up to TOGETHER units from `begin` on; the inputs are made before the first. */
+template <int SLABS, int CHUNK, int TOGETHER, bool FIRST, class In, class Out>
+__device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units, int kind, const In &in, const Out &out,
+                                               om_part<SLABS> &part, u64 &t) {
+  constexpr int CHUNKS = (SLABS + CHUNK - 1) / CHUNK, MINE = om_part<SLABS>::MINE;
+  const int lane = s.lane(), warp = s.warp(), some = min(TOGETHER, units - begin);
+  typename In::template early_t<SLABS> early;
+  if (FIRST) in.template early<SLABS>(s, early);
+  const int own = OM_WARPS - 1 - warp; /* the first unit that this warp ends: the first warps have more to do next */
+  const float bias = own < some ? out.early(begin + own, lane % 16) : 0.0f;
+  uint4 a[TOGETHER][2 * MINE];
+  u32 mix = 0;
+#pragma unroll
+  for (int u = 0; u < TOGETHER; u++) { /* what a block has too few units for is not used */
+    om_unit_weights<SLABS, CHUNK>(s, min(u, some - 1), a[u]);
+#pragma unroll
+    for (int j = 0; j < 2 * MINE; j++) mix ^= a[u][j].x;
+  }
+#if OM_STAGED
+  if (FIRST && kind == OM_SPAN_QKV) om_stage(s);
+#endif
+  __syncwarp();
+  for (int i = lane; om_is_read(mix) && i < some * CHUNKS; i += 32)
+    om_arrive(om_address(om.empty) + 8 * ((s.chunk + i) % OM_STAGES));
+  s.chunk += some * CHUNKS;
+  float squares = 0.0f;
+  if (FIRST) {
+    om_waiting(s, 1);
+    squares = in.template fill<SLABS>(s, early, part);
+    om_waiting(s, 0);
+    t = om_span(s, kind - 1, t);
+  }
+  float c[TOGETHER][2][4] = {};
+#pragma unroll
+  for (int j = 0; j < 2 * MINE; j++) {
+    const bool mine = lane / 4 == j % 8;
+    const u32 b0 = mine ? part.b[j / 8][0] : 0, b1 = mine ? part.b[j / 8][1] : 0;
+#pragma unroll
+    for (int u = 0; u < TOGETHER; u++) om_mma(c[u][j % 2], a[u][j], b0, b1);
+  }
+  const u32 turn = s.joined++ & 1;
+  float *const sums = (float *)(om_memory + OM_AT_DIRECT) + turn * OM_DIRECT_SUMS;
+  float *const squared = (float *)(om_memory + OM_AT_DIRECT) + 2 * OM_DIRECT_SUMS + (kind == OM_SPAN_UP) * OM_WARPS;
+  if (In::NORM && FIRST) { /* a place for each of a layer's norms */
+#pragma unroll
+    for (int d = 16; d; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
+    if (lane == 0) squared[warp] = squares;
+  }
+  const bool odd = lane % 2;
+#pragma unroll
+  for (int u = 0; u < TOGETHER; u++) { /* of a quad, lane 0 comes to row `row`, lane 1 to row + 8 */
+    const float lo = (c[u][0][0] + c[u][0][1]) + (c[u][1][0] + c[u][1][1]);
+    const float hi = (c[u][0][2] + c[u][0][3]) + (c[u][1][2] + c[u][1][3]);
+    float v = (odd ? hi : lo) + __shfl_xor_sync(~0u, odd ? lo : hi, 1);
+    v += __shfl_xor_sync(~0u, v, 2);
+    if (lane % 4 < 2) sums[(u * OM_WARPS + warp) * 16 + lane / 4 + 8 * (lane % 4)] = v;
+  }
+  om_sync();
+  for (int u = own; u < some; u += OM_WARPS) {
+    const int row = lane % 16;
+    float v = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < OM_WARPS / 2; i++) v += sums[(u * OM_WARPS + 2 * i + lane / 16) * 16 + row];
+    v += __shfl_xor_sync(~0u, v, 16);
+    if (In::NORM) {
+#pragma unroll
+      for (int i = 0; i < OM_WARPS; i++) sum += squared[i];
+      v *= om_rsqrt(sum * (1.0f / OM_HIDDEN) + OM_EPS);
+    }
+    out.put(s, begin + u, row, v + (u == own ? bias : out.early(begin + u, row)));
+  }
+}
+
+/* A block without units keeps its rows all the same. */
+template <int SLABS, class In>
+__device__ __forceinline__ void om_direct_idle(om_state &s, const In &in) {
+  typename In::template early_t<SLABS> early;
+  om_part<SLABS> part;
+  in.template early<SLABS>(s, early);
+  in.template fill<SLABS>(s, early, part);
+}
+
+/* The products of this block's units [0, units), at least one and at most MOST, `TOGETHER` at a time. A slot goes back to the loader when
+ * every warp has arrived, whatever it had of it, as soon as the weights are in registers: an arrival depends on them
+ * (see om_product). `kind`: the span
+ * of the product; the one before it ends when warp 0 has its inputs. */
+template <int SLABS, int CHUNK, int MOST, int TOGETHER, class In, class Out>
+__device__ __forceinline__ void om_direct(om_state &s, int units, int kind, const In &in, const Out &out) {
+  u64 t = om_stamp(s);
+  om_part<SLABS> part;
+  om_direct_turn<SLABS, CHUNK, TOGETHER, true>(s, 0, units, kind, in, out, part, t);
+  if (MOST > TOGETHER)
+#pragma unroll 1
+    for (int begin = TOGETHER; begin < units; begin += TOGETHER)
+      om_direct_turn<SLABS, CHUNK, TOGETHER, false>(s, begin, units, kind, in, out, part, t);
+  om_span(s, kind, t);
+}
+
+/* Units of a product that ends in the residual stream, part by part. */
+template <int KIND, int SLABS, int CHUNK, int MOST, int TOGETHER, class Fill>
+__device__ __forceinline__ void om_direct_residual(om_state &s, char *values, const float *bias, const float *residual,
+                                                   int kept, u32 mark, int kind, const Fill &inputs) {
+  const int begin = om_share(KIND, s.turn), end = om_share(KIND, s.turn + 1);
+  for (int u = begin; u < end;) {
+    const int part = u / OM_HIDDEN_TILES, stop = min(end, (part + 1) * OM_HIDDEN_TILES);
+    const om_put_residual out{{values + (size_t)part * (OM_HIDDEN_ROWS * 4), part ? nullptr : bias,
+                               u - part * OM_HIDDEN_TILES, mark}, part ? nullptr : residual, kept};
+    om_direct<SLABS, CHUNK, MOST, TOGETHER>(s, stop - u, kind, inputs(part), out);
+    u = stop;
+  }
+}
+
+__device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
+  const om_launch *p = s.p;
+  const u32 mark = tag & 7, use = ((p->uses + s.step) * OM_LAYERS + s.layer + 1) & 1;
+  char *const own = between + (size_t)s.layer * OM_APART;
+  char *const qkv = own + OM_PLACE_QKV, *const pieces = own + OM_PLACE_PART, *const masses = own + OM_PLACE_MASS;
+  char *const o = own + OM_PLACE_O, *const act = own + OM_PLACE_ACT;
+  char *const down = om_stream(own, 0, s.layer);
+  const char *const before = om_stream(own - OM_APART, 0, s.layer + 1);
+  int from, to;
+  if (s.layer == 0) om_clear_queries(s); /* the head's inputs were there */
+  om_own(OM_O, s.turn, from, to);
+  {
+    const float *const gain = om_vector(p, s.layer, OM_AT_NORM_IN);
+    const int units = om_units(OM_QKV, s.turn);
+    const om_put_qkv out{{qkv, om_vector(p, s.layer, OM_AT_QKV_BIAS), om_share(OM_QKV, s.turn), mark}};
+    if (OM_QKV_TILES < OM_BLOCKS && units == 0) {
+#if OM_STAGED
+      om_stage(s);
+#endif
+      if (s.layer == 0)
+        om_direct_idle<OM_HIDDEN_K>(s, om_in_norm<1, true>{before, 0, 0, gain, from, to, om_kept_rows(0)});
+      else
+        om_direct_idle<OM_HIDDEN_K>(
+            s, om_in_norm<OM_DOWN_SPLIT, false>{before, (tag - 1) & 7, OM_EDGE_DOWN, gain, from, to, om_kept_rows(0)});
+    } else if (s.layer == 0)
+      om_direct<OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_MOST, OM_QKV_TOGETHER>(
+          s, units, OM_SPAN_QKV, om_in_norm<1, true>{before, 0, 0, gain, from, to, om_kept_rows(0)}, out);
+    else
+      om_direct<OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_MOST, OM_QKV_TOGETHER>(
+          s, units, OM_SPAN_QKV,
+          om_in_norm<OM_DOWN_SPLIT, false>{before, (tag - 1) & 7, OM_EDGE_DOWN, gain, from, to, om_kept_rows(0)}, out);
+  }
+  OM_EDGE_DONE(OM_BARRIER_QKV, OM_EDGE_QKV);
+  const u64 t = om_stamp(s);
+  for (int item = s.turn; item < OM_ITEMS; item += OM_BLOCKS)
+    om_attend_item(s, item, qkv, pieces, masses, mark, use, om_vector(p, s.layer, OM_AT_Q_GAIN),
+                   om_vector(p, s.layer, OM_AT_K_GAIN));
+  om_span(s, OM_SPAN_ATTEND, t);
+  OM_EDGE_DONE(OM_BARRIER_ATTEND, OM_EDGE_ATTEND);
+  om_direct_residual<OM_O, OM_Q_K / OM_O_SPLIT, OM_O_CHUNK, OM_O_MOST, OM_O_TOGETHER>(
+      s, o, om_vector(p, s.layer, OM_AT_O_BIAS), om_kept_rows(0), from, mark, OM_SPAN_O,
+      [&](int part) { return om_in_attention{pieces, masses, mark, use, part}; });
+  OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
+  om_own(OM_DOWN, s.turn, from, to);
+  om_direct<OM_HIDDEN_K, OM_UP_CHUNK, OM_UP_MOST, OM_UP_TOGETHER>(
+      s, om_units(OM_UP, s.turn), OM_SPAN_UP,
+      om_in_norm<OM_O_SPLIT, false>{o, mark, OM_EDGE_O, om_vector(p, s.layer, OM_AT_NORM_MID), from, to, om_kept_rows(1)},
+      om_put_up{{act, om_vector(p, s.layer, OM_AT_UP_BIAS), om_share(OM_UP, s.turn), use}});
+  OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
+  om_direct_residual<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT, OM_DOWN_CHUNK, OM_DOWN_MOST, OM_DOWN_TOGETHER>(
+      s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), om_kept_rows(1), from, mark, OM_SPAN_DOWN,
+      [&](int part) { return om_in_act{act, use, part}; });
+  OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
+}
+#endif
