@@ -38,7 +38,7 @@ def emitted(name: str, work: Workload = WORK) -> EmittedCuda:
 @pytest.mark.parametrize(
     "work",
     [WORK, Workload(1, 64, WeightFormat.INT8), Workload(2, 64, WeightFormat.W4A16, 64, True),
-     Workload(1, 64, WeightFormat.FP32), Workload(8, 64, WeightFormat.FP32)],
+     Workload(8, 64, WeightFormat.FP32)],
     ids=lambda w: f"{w.weights.value}, batch {w.batch}",
 )  # fmt: skip
 def test_every_architecture_within_its_limits(work: Workload) -> None:
