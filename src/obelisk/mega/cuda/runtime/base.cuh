@@ -138,9 +138,13 @@ __device__ __forceinline__ float om_reciprocal(float x) {
   return r;
 }
 __device__ __forceinline__ float om_log2(float x) {
+#if OM_FP32 /* of a mass: two units of a logarithm of 12 would be 3e-6 of a piece's share */
+  return log2f(x);
+#else
   float r;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
+#endif
 }
 
 /* ---- words ---- */
