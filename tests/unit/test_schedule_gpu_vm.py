@@ -40,7 +40,7 @@ def made(
     """A schedule of a small model, its configuration and its tensors."""
     c = config(family, head_dim=16, **FAMILIES[family])
     work = Workload(batch, 16, form)
-    _, slab, head = slabs_of(work)
+    _, slab, _, head = slabs_of(work)
     tiling = replace(tiling, slab_bytes=slab, head_bytes=head)
     step = GpuStep(parse_config(c), work, tiling)
     return schedule_of(Setting(step)), c, random_tensors(c, seed=3)

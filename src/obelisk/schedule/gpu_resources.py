@@ -215,14 +215,14 @@ def stage_rows(
     """
     out = []
     slab, size = slab_of(work.weights, work.group, work.zeros)
-    cols, each = input_slab(work, work.weights)
+    wide_slab, each = input_slab(work, work.weights)
     matrices = (("qkv", model.hidden), ("o", model.q_width), ("up", model.hidden),
                 ("down", model.ffn))  # fmt: skip
     for name, cols in matrices:
         wide = k_padded(cols)
         for split in (1, 2, 4):
             part = k_padded(-(-wide // split))
-            inputs = -(-part // cols) * each  # the part's own columns of the input rows
+            inputs = -(-part // wide_slab) * each  # the part's own columns of the input rows
             stage = rows * part * size // (TILE_ROWS * slab)
             room = machine.shared_bytes - inputs
             peak = inputs + 2 * stage
