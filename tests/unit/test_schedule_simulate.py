@@ -145,6 +145,15 @@ def test_narrow_weights_are_predicted() -> None:
         assert seconds * 1e6 == pytest.approx(us, rel=0.10), f"{name} {form}"
 
 
+@pytest.mark.parametrize(("batch", "us"), [(1, 1242.7), (8, 1852.2)])
+def test_fp32_weights_are_predicted(batch: int, us: float) -> None:
+    """Within 10% of an H200 (`bench/results/mega_fp32_h200.json`), with nothing fitted."""
+    model, work = gpu_model("Llama-3.2-1B"), Workload(batch, 640, WeightFormat.FP32)
+    step = GpuStep(model, work, default_tiling(model, work, H200))
+    micro = micro_costs(step, fit(step, H200).consumer_registers)
+    assert simulate_gpu(step, H200, 576, micro).seconds * 1e6 == pytest.approx(us, rel=0.10)
+
+
 def test_small_chunks_cost_the_loader_more_than_the_stream() -> None:
     """A loader thread takes about 150 ns for a copy: with chunks of 4 KB (ring of 48, 10 in flight)
     Llama-3.2-1B took 853 us where chunks of 8 KB took 698, at a time when both were slower.
