@@ -95,24 +95,29 @@ def test_every_operator_of_every_layer_agrees_with_its_meaning(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "kind"),
+    ("changes", "old", "new", "kind"),
     [
-        ("om_put_single(to, v[j] * r + b.x, mark);", "om_put_single(to, v[j] * r * 1.1f, mark);",
-         "qkv_rows"),
-        ("x[i] = mine * c[i] +", "x[i] = mine * c[i] * 1.1f +", "rope"),
-        ("sum[j] = f * y.x,", "sum[j] = 1.1f * f * y.x,", "attend"),
-        ("lo += x[0], hi += x[8];", "lo += x[0], hi += 1.1f * x[8];", "o"),
-        ("g / (1.0f + om_exp2(-1.4426950408889634f * g)) * u",
-         "g / (1.0f + om_exp2(-1.3f * g)) * u", "up"),
-        ("lo = v[j] * r, hi = v[2 + j] * r;", "lo = v[j] * r, hi = v[2 + j] * r * 1.1f;", "head"),
+        ("direct=0", "om_put_single(to, v[j] * r + b.x, mark);",
+         "om_put_single(to, v[j] * r * 1.1f, mark);", "qkv_rows"),
+        ("direct=1", "at < OM_QKV_ROWS)) om_put_single(values + at * 4, v, mark);",
+         "at < OM_QKV_ROWS)) om_put_single(values + at * 4, 1.1f * v, mark);", "qkv_rows"),
+        ("", "x[i] = mine * c[i] +", "x[i] = mine * c[i] * 1.1f +", "rope"),
+        ("", "sum[2] += f * a.y,", "sum[2] += 1.1f * f * a.y,", "attend"),
+        ("direct=0", "lo += x[0], hi += x[8];", "lo += x[0], hi += 1.1f * x[8];", "o"),
+        ("direct=1", "v += residual[at - kept];", "v += 1.1f * residual[at - kept];", "o"),
+        ("", "om_exp2(-1.4426950408889634f * g)", "om_exp2(-1.3f * g)", "up"),
+        ("", "lo = v[j] * r, hi = v[2 + j] * r;", "lo = v[j] * r, hi = v[2 + j] * r * 1.1f;",
+         "head"),
     ],
 )  # fmt: skip
-def test_a_planted_fault_is_found_by_name(old: str, new: str, kind: str, builder: Any) -> None:
+def test_a_planted_fault_is_found_by_name(
+    changes: str, old: str, new: str, kind: str, builder: Any
+) -> None:
     """Record R33: a wrong constant in one operator's text gives that operator, and no other but one
     of the same text: both products that end in the residual stream; rotated keys and, in a block of
     attention, rotated queries.
     """
-    plan = planned(parse_config(SMALL), BF16, "", MACHINE)
+    plan = planned(parse_config(SMALL), BF16, changes, MACHINE)
     assert old in plan.source
     found = differences(SMALL, replace(plan, source=plan.source.replace(old, new)), builder)
     first = first_beyond(found, TOLERANCE["bf16"])
@@ -122,11 +127,12 @@ def test_a_planted_fault_is_found_by_name(old: str, new: str, kind: str, builder
     assert others == {kind, {"o": "down", "rope": "attend"}.get(kind, kind)}
 
 
-def test_a_fault_of_one_layer_is_told_with_its_layer(builder: Any) -> None:
+@pytest.mark.parametrize("changes", ["direct=0", "direct=1"])
+def test_a_fault_of_one_layer_is_told_with_its_layer(changes: str, builder: Any) -> None:
     """Layer 5 of nine alone reads another layer's gain."""
-    plan = planned(parse_config(DEEP), BF16, "", MACHINE)
-    old = "root = om_fill_norm<OM_O_SPLIT, false>(s, o, mark, OM_EDGE_O, om_vector(p, s.layer,"
-    wrong = plan.source.replace(old, old.replace("s.layer,", "s.layer == 5 ? 4 : s.layer,"))
+    plan = planned(parse_config(DEEP), BF16, changes, MACHINE)
+    old = "om_vector(p, s.layer, OM_AT_NORM_MID)"
+    wrong = plan.source.replace(old, old.replace("s.layer", "s.layer == 5 ? 4 : s.layer"))
     assert wrong != plan.source
     found = differences(DEEP, replace(plan, source=wrong), builder)
     beyond = [d for d in found if d.error > TOLERANCE["bf16"]]

@@ -53,7 +53,7 @@ def test_a_planted_fault_is_found_by_the_command(
         device_plan(DEEP), weights_path=str(tmp_path / "m"),
         weights_digests=file_digests(tmp_path / "m"),
     )  # fmt: skip
-    old = "g / (1.0f + om_exp2(-1.4426950408889634f * g)) * u"
+    old = "om_exp2(-1.4426950408889634f * g)"
     assert old in plan.source
     write_plan(replace(plan, source=plan.source.replace(old, old.replace("1.44", "1.2"))),
                tmp_path / "p")  # fmt: skip
