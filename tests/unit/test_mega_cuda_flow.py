@@ -18,8 +18,10 @@ from obelisk.mega.cuda.emit import cuts, shares
 from obelisk.mega.cuda.flow import check_flow
 from obelisk.schedule.gpu import (
     default_tiling,
+    direct_units,
     imbalance,
     legal_splits,
+    other_default,
     piece_width,
     refuse,
     shared_plan,
@@ -215,8 +217,8 @@ def test_long_pieces_go_through_the_ring_and_many_slots_share_rounded_rows() -> 
     for batch, context in ((1, 640), (1, 4224), (4, 640), (8, 640)):
         t = default_tiling(model, Workload(batch, context, WeightFormat.BF16), H200)
         found[batch, context] = (t.kv_ring, t.rounded, t.down_split, t.in_flight_waiting)
-    assert found[1, 640] == (False, False, 1, 6)
-    assert found[1, 4224] == (True, False, 1, 6)
+    assert found[1, 640] == (False, False, 4, 6)  # direct products: 8 slabs a warp
+    assert found[1, 4224] == (True, False, 4, 6)
     assert found[4, 640][:2] == (False, False)
     assert found[8, 640] == (True, True, 4, 2)
     work = Workload(8, 640, WeightFormat.FP16)
@@ -227,6 +229,32 @@ def test_long_pieces_go_through_the_ring_and_many_slots_share_rounded_rows() -> 
     assert ring.kv_ring
     assert other is not None
     assert not other.kv_ring
+
+
+def test_products_are_direct_where_a_warp_holds_its_part_of_a_unit() -> None:
+    """One slot of bf16; the fewest parts along K that a warp can hold; all chunks in flight while a
+    block waits where a layer is more than two rings; the other way is tried, too.
+    """
+    work = Workload(1, 640, WeightFormat.BF16)
+    small, large = real(28, 1024, 16, 8, 128, 3072), real(36, 4096, 32, 8, 128, 12288)
+    t = default_tiling(small, work, H200)
+    assert (t.direct, t.o_split, t.down_split, t.in_flight_waiting) == (True, 2, 2, 2)
+    assert not t.look_first
+    wide = default_tiling(real(28, 1536, 12, 2, 128, 8960), work, H200)
+    assert (wide.direct, wide.look_first, wide.in_flight_waiting) == (True, True, wide.in_flight)
+    assert direct_units(small, 1, t) == {"qkv": 2, "o": 1, "up": 3, "down": 1}
+    (other,) = other_default(small, work, t, H200)
+    assert (other.direct, other.in_flight_waiting) == (False, 2)
+    assert not default_tiling(large, work, H200).direct  # 16 slabs a warp
+    for changed in (replace(work, batch=2), Workload(1, 640, WeightFormat.FP16)):
+        plain = default_tiling(small, changed, H200)
+        assert not plain.direct
+        why = refuse(small, changed, replace(plain, direct=True), H200)
+        assert why == "direct products are for batch 1 and bf16"
+    ring = replace(t, stages=8, down_split=1, in_flight=2, in_flight_waiting=2)
+    assert "a unit has more than 8 chunks" in (refuse(small, work, ring, H200) or "")
+    rounded = refuse(small, work, replace(t, rounded=True), H200) or ""
+    assert "round" in rounded
 
 
 def test_what_the_ring_and_rounded_rows_cannot_do_is_named() -> None:

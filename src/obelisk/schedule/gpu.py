@@ -38,6 +38,8 @@ CUTS = (1, 2, 4, 8)  # parts of a chunk, each for one warp
 SLAB_COST, FLUSH_COST = 2.0, 12.0  # of 32 columns, and of handing sums over, in multiplications
 NARROW_COST, SPREAD_COST = 1.0, 10.0  # of 32 columns of 4 or 8 bits, and where warps meet once
 HELD_SLABS = 12  # of weights that a warp of a direct product holds: 96 registers a lane
+MOST_PARTS = 4  # of a product in front of a norm that is read into registers; more are spilled
+DIRECT_BALANCE = 1.2  # as BALANCE: parts cost a reader more where it waits for nothing else
 SUMS_ROOM = 24 * 1024  # bytes of sums between warps that cuts may take
 MISC_BYTES = 4096  # static shared memory: mbarriers, sums of squares, tokens, bins of a draw
 BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
@@ -108,6 +110,7 @@ class GpuTiling:
         direct: a layer's products take their inputs from what other blocks wrote into registers, K
             shared out between the warps, with one barrier each (batch 1, bf16): no input lies in
             shared memory.
+        look_first: direct products look at other blocks' values before they read their weights.
         slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
         head_slab, head_bytes: a slab of the head, which may be of another format.
         rows: rows of a tile; 16 (the tensor cores' m).
@@ -137,6 +140,7 @@ class GpuTiling:
     spread: bool = False
     own: bool = False
     direct: bool = False
+    look_first: bool = True
     slab_cols: int = K_BLOCK
     slab_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
     head_slab: int = K_BLOCK
@@ -600,26 +604,29 @@ def other_default(
 def with_direct(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
 ) -> GpuTiling | None:
-    """A tiling with direct products: the two that may be split along K in as many parts as leave a
-    warp no more of a unit than it can hold, and all chunks in flight while a block waits; None
-    where a product is too wide for that, or something else stands against it.
+    """A tiling with direct products: the two that may be split along K in the fewest parts, up to
+    `MOST_PARTS`, that leave a warp no more of a unit than it can hold and balance the blocks. A
+    model that streams more than it waits has all chunks in flight while a block waits. None where
+    a product is too wide for that, or something else stands against it.
     """
     if work.batch > 1 or work.weights is not WeightFormat.BF16:
         return None
-    most = HELD_SLABS * t.warps * K_BLOCK  # columns of a unit
-    parts = []
-    for cols, split in ((model.q_width, t.o_split), (model.ffn, t.down_split)):
-        wide = min(most, t.stages * t.chunk_cols)
-        legal = [s for s in t.splits(cols) if s >= split and t.padded(cols) // s <= wide]
-        even = [s for s in legal if imbalance(tile_count(model.hidden), s, t.blocks) <= BALANCE]
+    ring = 2 * t.stages // 3 * t.chunk_cols  # the rest is for what comes next
+    most = min(HELD_SLABS * t.warps * K_BLOCK, ring)  # columns of a unit
+    tiles, parts = tile_count(model.hidden), []
+    for cols in (model.q_width, model.ffn):
+        legal = [s for s in t.splits(cols) if s <= MOST_PARTS and t.padded(cols) // s <= most]
         if not legal:
             return None
-        parts.append((even or legal)[0])
+        even = [s for s in legal if imbalance(tiles, s, t.blocks) <= DIRECT_BALANCE]
+        parts.append(even[0] if even else min(legal, key=lambda s: imbalance(tiles, s, t.blocks)))
     if t.padded(model.hidden) > most:
         return None
-    direct = replace(
-        t, direct=True, o_split=parts[0], down_split=parts[1], in_flight_waiting=t.in_flight
-    )
+    direct = replace(t, direct=True, o_split=parts[0], down_split=parts[1])
+    if t.staged:  # it waits more than it streams
+        direct = replace(direct, look_first=False)
+    else:
+        direct = replace(direct, in_flight_waiting=t.in_flight)
     direct = _shrunk(model, work, direct, machine)
     return direct if refuse(model, work, direct, machine) is None else None
 

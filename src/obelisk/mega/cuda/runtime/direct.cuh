@@ -29,7 +29,8 @@ __device__ __forceinline__ float *om_kept_rows(int product) { /* 0: for the outp
   return (float *)(om_memory + (product ? OM_AT_RESIDUAL_DOWN : OM_AT_RESIDUAL));
 }
 
-/* ---- inputs: `early` begins to read, before the weights are read; `fill` gives the lane's share of the squares ---- */
+/* ---- inputs: `early` begins to read, before or after the weights (OM_LOOK_FIRST: a look that comes too soon delays the
+ * next one, a late one makes a stream wait); `fill` gives the lane's share of the squares ---- */
 template <int SPLIT, bool FIRST>
 struct om_in_norm {
   static constexpr bool NORM = true;
@@ -258,20 +259,19 @@ __device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units
   constexpr int CHUNKS = (SLABS + CHUNK - 1) / CHUNK, MINE = om_part<SLABS>::MINE;
   const int lane = s.lane(), warp = s.warp(), some = min(TOGETHER, units - begin);
   typename In::template early_t<SLABS> early;
-  if (FIRST) in.template early<SLABS>(s, early);
+  if (FIRST && OM_LOOK_FIRST) in.template early<SLABS>(s, early);
   const int own = OM_WARPS - 1 - warp; /* the first unit that this warp ends: the first warps have more to do next */
   const float bias = own < some ? out.early(begin + own, lane % 16) : 0.0f;
   uint4 a[TOGETHER][2 * MINE];
+#pragma unroll
+  for (int u = 0; u < TOGETHER; u++) /* what a block has too few units for is not used */
+    om_unit_weights<SLABS, CHUNK>(s, min(u, some - 1), a[u]);
+  if (FIRST && !OM_LOOK_FIRST) in.template early<SLABS>(s, early);
   u32 mix = 0;
 #pragma unroll
-  for (int u = 0; u < TOGETHER; u++) { /* what a block has too few units for is not used */
-    om_unit_weights<SLABS, CHUNK>(s, min(u, some - 1), a[u]);
+  for (int u = 0; u < TOGETHER; u++)
 #pragma unroll
     for (int j = 0; j < 2 * MINE; j++) mix ^= a[u][j].x;
-  }
-#if OM_STAGED
-  if (FIRST && kind == OM_SPAN_QKV) om_stage(s);
-#endif
   __syncwarp();
   for (int i = lane; om_is_read(mix) && i < some * CHUNKS; i += 32)
     om_arrive(om_address(om.empty) + 8 * ((s.chunk + i) % OM_STAGES));
@@ -372,6 +372,9 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   char *const down = om_stream(own, 0, s.layer);
   const char *const before = om_stream(own - OM_APART, 0, s.layer + 1);
   int from, to;
+#if OM_STAGED
+  om_stage(s);
+#endif
   if (s.layer == 0) om_clear_queries(s); /* the head's inputs were there */
   om_own(OM_O, s.turn, from, to);
   {
@@ -379,9 +382,6 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
     const int units = om_units(OM_QKV, s.turn);
     const om_put_qkv out{{qkv, om_vector(p, s.layer, OM_AT_QKV_BIAS), om_share(OM_QKV, s.turn), mark}};
     if (OM_QKV_TILES < OM_BLOCKS && units == 0) {
-#if OM_STAGED
-      om_stage(s);
-#endif
       if (s.layer == 0)
         om_direct_idle<OM_HIDDEN_K>(s, om_in_norm<1, true>{before, 0, 0, gain, from, to, om_kept_rows(0)});
       else
