@@ -311,13 +311,15 @@ def slabs_of(work: Workload) -> tuple[int, int, int, int]:
 def for_weights(t: GpuTiling, work: Workload) -> GpuTiling:
     """A tiling for a workload's weights, one slab to a chunk, and what suits them by default: whole
     chunks for 16 bits, as measured, and 32; `cut_between` for narrower ones: more columns to a
-    chunk.
+    chunk; products of 4 bits are spread (measured: 2%; of 8 bits not).
     """
     cols, size, outer, head = slabs_of(work)
     t = replace(
         t, chunk_cols=cols, slab_cols=cols, slab_bytes=size, head_slab=outer, head_bytes=head
     )
-    return t if weight_bits(t) >= 8 * WEIGHT_BYTES else cut_between(t)
+    if weight_bits(t) >= 8 * WEIGHT_BYTES:
+        return t
+    return replace(cut_between(t), spread=work.weights is WeightFormat.W4A16)
 
 
 def cut_between(t: GpuTiling) -> GpuTiling:
