@@ -54,6 +54,7 @@ def _twin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
      ("sm_90a", ("llama, groups of 4", 2, "bf16", "held=1+mass_beside=1+kv_pieces=5")),
      ("sm_90a", ("llama, groups of 4", 3, "bf16", "kv_ring=1+kv_pieces=1+chunk_cols=128+stages=9")),
      ("sm_89", ("qwen3, 24", 1, "fp16", "kv_ring=1+cuts=2+fenced=0+kv_pieces=2")),
+     ("sm_90a", ("llama, groups of 4", 1, "bf16", "direct=1+staged=0+kv_ring=1+kv_pieces=2")),
      ("sm_90a", ("llama, groups of 4", 1, "bf16", "direct=0+rounded=1+kv_ring=1")),
      ("sm_90a", ("llama, groups of 4", 4, "bf16", "rounded=1+o_split=2+down_split=4")),
      ("sm_89", ("qwen3, 24", 2, "bf16", "rounded=1+down_split=3")),

@@ -542,12 +542,16 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
     return None
 
 
-def _split(rows: int, cols: int, blocks: int, work: Workload, room: int) -> int:
-    """The fewest parts along K that balance the blocks and whose inputs fit in `room`."""
+def _split(
+    rows: int, cols: int, blocks: int, work: Workload, room: int, least: int = 1
+) -> int:  # fmt: skip
+    """The fewest parts along K, `least` if it can be, that balance the blocks and whose inputs fit
+    in `room`.
+    """
     unit, size = input_slab(work, work.weights)
     legal = legal_splits(cols, unit=unit)
     row = align(cols, unit) // unit * size
-    fits = [s for s in legal if row // s <= room]
+    fits = [s for s in legal if s >= least and row // s <= room]
     choices = fits or [legal[-1]]
     tiles = tile_count(rows)
     for s in choices:
@@ -672,9 +676,10 @@ def default_tiling(
     block waits unless a layer's weights are many rings (such a model is bound by its stream); where
     they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights). Long
     pieces of the context go through the ring. From 5 slots of bf16 on (a multiple of four layers)
-    rows of the residual stream are rounded for all, and the down projection's inputs take no more
-    room than a norm's. `blocks` replaces the machine's SM count. Products are direct
-    (`with_direct`) where that goes. Raises `Infeasible` naming the limit where nothing fits.
+    rows of the residual stream are rounded for all, the down projection's inputs take no more room
+    than a norm's, and the output projection has two parts at least: whoever ends a row adds them.
+    `blocks` replaces the machine's SM count. Products are direct (`with_direct`) where that goes.
+    Raises `Infeasible` naming the limit where nothing fits.
     """
     t = _plain_default(model, work, machine, blocks)
     return with_direct(model, work, t, machine) or t
@@ -695,7 +700,7 @@ def _plain_default(
     narrow = work.batch * WEIGHT_BYTES * k_padded(model.hidden) if rounded else room
     t = GpuTiling(
         blocks=count,
-        o_split=_split(model.hidden, model.q_width, count, work, room),
+        o_split=_split(model.hidden, model.q_width, count, work, room, 2 if rounded else 1),
         down_split=_split(model.hidden, model.ffn, count, work, min(room, narrow)),
         rounded=rounded,
         kv_pieces=max(1, min(8, count // groups)),

@@ -322,7 +322,6 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
 #endif
     t.load(keys, values, start, old, row, quad);
 #endif
-    t.load(keys, values, start, old, row, quad);
   /* Values are turned while the queries are on their way, but for the eight positions with the newest. */
   const int newer = fresh && start <= old && old < start + OM_POSITIONS ? (old - start) / 8 : -1;
   if (newer != 0) t.turn<0>();
