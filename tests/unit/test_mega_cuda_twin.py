@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests import mega_cuda_twin as twin
-from tests.mega_cuda_checks import CASES, check_plan, plan_of, planned
+from tests.cuda_text import preprocessed
+from tests.mega_cuda_checks import CASES, changed, check_plan, plan_of, planned
 from tests.mega_cuda_models import MODELS
 from tests.mega_gptq import save_gptq
 from tests.mega_models import Reference, config, random_tensors, save_model
@@ -21,10 +22,12 @@ from obelisk.app import synth_cuda
 from obelisk.app.synth import workload_of
 from obelisk.engine import Engine
 from obelisk.machine import find
+from obelisk.mega.cuda import emit_cuda
 from obelisk.plan import write_plan
 from obelisk.runtime import CudaSession
 from obelisk.runtime import cuda as runtime
 from obelisk.runtime.packing import pack
+from obelisk.schedule.gpu import default_tiling
 from obelisk.tasks import WeightFormat, Workload, parse_config
 
 if not twin.SUPPORTED or shutil.which("g++") is None:
@@ -204,6 +207,22 @@ def test_the_engine_generates_on_a_cuda_plan() -> None:
     assert {"norm_in", "qkv", "attend", "combine", "o", "up", "act", "down", "head"} <= kinds
     assert {s.core for s in session.spans} == {0, 1, 2}
     assert all(s.end >= s.start >= 0 for s in session.spans)
+
+
+@pytest.mark.parametrize(
+    ("changes", "loads"), [("kv_ring=1+staged=0", 0), ("staged=2+stages=12", 2), ("staged=0", 2)]
+)
+def test_a_tile_is_read_once(changes: str, loads: int) -> None:
+    """From memory in two places, a warp's first tile and the next ones; where the cache goes through
+    the ring, nowhere: a second read gives the same numbers and costs a look at memory.
+    """
+    model = parse_config(MODELS["llama, groups of 4"])
+    tiling = changed(default_tiling(model, Workload(1, 160, WeightFormat.BF16), MACHINE), changes)
+    text = preprocessed(
+        emit_cuda(model, Workload(1, 160, WeightFormat.BF16), tiling, MACHINE).source
+    )
+    attend = text[text.index("void om_attend_item(") :]
+    assert attend.count("t.load(") == loads
 
 
 def test_a_missing_wait_shows(tmp_path: Path) -> None:
