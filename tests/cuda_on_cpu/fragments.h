@@ -44,8 +44,6 @@ static void ptx_cvt_up(float &r, unsigned short v) { r = twin_wide(v, false); }
 static void ptx_cvt_f16(unsigned short &r, float v) { r = (unsigned short)twin_f16(v); }
 static void ptx_cvt_bf16(unsigned short &r, float v) { r = (unsigned short)twin_bf16(v); }
 static void ptx_sqrt(float &r, float v) { r = sqrtf(v); }
-static void ptx_rcp(float &r, float v) { r = 1 / v; }
-static void ptx_rsqrt(float &r, float v) { r = 1 / sqrtf(v); }
 static void ptx_unpack(float &a, float &b, t32 x) { ptx_unpack_f16(a, b, x); }
 static void ptx_times(t32 &r, t32 a, t32 b) {
   r = 0;

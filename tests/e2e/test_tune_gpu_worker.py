@@ -5,6 +5,8 @@ goes on. `test_tune_cuda.py` has the same faults in real kernels, where there is
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -134,3 +136,28 @@ def test_bundles_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "new.json").write_text(json.dumps({**data, "bundle": 99}))
     with pytest.raises(ParseError, match="bundle version 99"):
         load_bundle(tmp_path / "new.json")
+
+
+def test_a_baseline_waits_for_what_is_imported_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's circular imports, looked at from a second thread, are modules half made: a baseline
+    was once lost by that ("partially initialized module").
+    """
+    from obelisk.tune.gpu_worker import GpuWorker
+
+    seen: list[bool] = []
+
+    class Module:
+        @staticmethod
+        def factory(setup: object) -> list[object]:
+            seen.append(worker.ahead.is_alive())
+            return []
+
+    worker = object.__new__(GpuWorker)
+    worker.ahead = threading.Thread(target=time.sleep, args=(0.5,))
+    worker.copies, worker.inputs, worker.threads = [], [], 1
+    worker.baselines, worker.replays = {}, {}
+    monkeypatch.setattr(GpuWorker, "_recorded", lambda self, calls: None)
+    monkeypatch.setitem(sys.modules, "half_made", Module)
+    worker.ahead.start()
+    worker.do_prepare(0, "half_made:factory", {})
+    assert seen == [False]

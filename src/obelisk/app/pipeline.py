@@ -50,6 +50,7 @@ TUNE_PER_FLOP, TUNE_PER_BYTE, TUNE_SHARE = 1e-9, 3e-9, 0.45
 TORCH_START = 3.0  # seconds until torch is imported and has answered once
 TORCH_LEAST = 12.0  # seconds of time limit: below, starting torch would take too large a part
 TORCH_SHARE = 0.35  # of the time limit, for starting torch
+COMPILER_START = 60.0  # seconds for a device's baseline: torch.compile compiles before it answers
 LEAST_SEARCH = 0.05
 GRACE = 5.0  # seconds that Ctrl-C leaves to judge, build and measure what is known
 LEAST_TUNING = 0.5  # seconds; below this nothing can be told apart
@@ -470,6 +471,9 @@ class _Run:
         if not items or self.interrupts > 1:
             return None, {}
         limit = self.limit * TORCH_SHARE
+        rig = request.backend.rig(request.device)
+        if rig.on_device:  # their start comes on top, and a comparison without them is none
+            limit = max(limit, COMPILER_START)
         others, absent = request.backend.contenders(request.program, self._affordable(), limit)
         for name in request.baselines:
             if name not in absent and all(c.name != name for c in others):
@@ -482,7 +486,7 @@ class _Run:
             threads=request.threads,
             seed=request.seed,
             progress=self.progress,
-            rig=request.backend.rig(request.device),
+            rig=rig,
             grow=self._grow if self._may_grow() else None,
             answers=self.answers.result if self.answers is not None else None,
         )

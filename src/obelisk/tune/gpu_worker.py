@@ -78,7 +78,8 @@ class GpuWorker:
         self.baselines: dict[int, list[Callable[[], Any]]] = {}
         self.replays: dict[int, Callable[[], Any]] = {}
         names = [str(n) for n in hello.get("imports", ())]
-        threading.Thread(target=import_ahead, args=(names,), daemon=True).start()
+        self.ahead = threading.Thread(target=import_ahead, args=(names,), daemon=True)
+        self.ahead.start()
 
     # --- memory ---
 
@@ -192,7 +193,12 @@ class GpuWorker:
         return {}
 
     def do_prepare(self, key: int, target: str, payload: Any) -> dict[str, Any]:
-        """Import a baseline's factory, let it prepare one callable per copy, and record them."""
+        """Import a baseline's factory, let it prepare one callable per copy, and record them.
+
+        Not while modules are imported ahead: of a module that another thread is in the middle of
+        importing, torch's circular imports see a half.
+        """
+        self.ahead.join()
         module, _, name = target.partition(":")
         factory = getattr(importlib.import_module(module), name)
         arrays = [

@@ -106,20 +106,28 @@ class Remade(Products):
         dims = {stage.rows: rows, stage.inner: columns}
         return Layout(f"place {stage.rows} {stage.inner}", dims, (stage.rows, stage.inner))
 
-    def open_rows(self, stage: Stage, text: Text) -> None:
-        """A loop over the rows of a tile that this warp has, 16 at a time: `row` is the first."""
+    def open_rows(self, stage: Stage, text: Text) -> str:
+        """A loop over the rows of a tile that this warp has, 16 at a time: `row` is the first.
+        Gives what stands in front of a store, where some warps have no rows in some rounds.
+
+        Such warps work on the first rows and store nothing. A branch around the work would stand
+        between a `wgmma` and the wait for it: ptxas 13.0 then gave the registers of an operand that
+        the loop keeps to one that it makes anew (LOG.md).
+        """
         warps, height = self.group_threads // 32, self.axes.axes[stage.rows].extent
         rounds = -(-height // (FRAGMENT * warps))
         text.line("#pragma unroll")
         text.open(f"for (int w = 0; w < {rounds}; w++)")
         text.line(f"const int row = w * {FRAGMENT * warps} + (member >> 5) * {FRAGMENT};")
+        first, guard = "row", ""
         if height % (FRAGMENT * warps):
-            text.line(f"if (row >= {height}) break;")
+            first, guard = f"(row < {height} ? row : 0)", f"if (row < {height}) "
         chunk = "(lane >> 4) * 16" if stage.stride else "((lane >> 4 ^ lane) & 7) * 16"
         text.line(
-            f"const unsigned spot = {self.home(stage)} + (((lane >> 3) & 1) * 8 + (lane & 7) + row)"
-            f" * {stage.stride or LINE} + {chunk};"
+            f"const unsigned spot = {self.home(stage)} + (((lane >> 3) & 1) * 8 + (lane & 7) + "
+            f"{first}) * {stage.stride or LINE} + {chunk};"
         )
+        return guard
 
     def remake(self, product: Node, text: Text) -> None:
         """Compute a right operand and write it where its tile is, once an iteration."""
@@ -130,7 +138,7 @@ class Remade(Products):
         self.written.add(node)
         stage = self.stages[found]
         layout, dtype = self.place_layout(stage), CTYPE[x.dtype]
-        self.open_rows(stage, text)
+        guard = self.open_rows(stage, text)
         scale = self.row_scale(node, found, layout, text)
         v = ""
         if not scale:
@@ -148,7 +156,7 @@ class Remade(Products):
                 if scale:
                     made = f"ob_times({self.raw(stage, text)}[k][{i}], {scale}[{e}])"
                 text.line(f"f[{i}] = {made};")
-        text.line(f"ob_stmatrix({self.step_of(stage)}, f);")
+        text.line(f"{guard}ob_stmatrix({self.step_of(stage)}, f);")
         text.close()
         text.close()
         if self.wide or self.bulk:
