@@ -213,8 +213,8 @@ def test_the_engine_generates_on_a_cuda_plan() -> None:
     ("changes", "loads"), [("kv_ring=1+staged=0", 0), ("staged=2+stages=12", 2), ("staged=0", 2)]
 )
 def test_a_tile_is_read_once(changes: str, loads: int) -> None:
-    """From memory in two places, a warp's first tile and the next ones; where the cache goes through
-    the ring, nowhere: a second read gives the same numbers and costs a look at memory.
+    """From memory in two places, a warp's first tile and the next ones; where the cache goes
+    through the ring, nowhere: a second read gives the same numbers, later.
     """
     model = parse_config(MODELS["llama, groups of 4"])
     tiling = changed(default_tiling(model, Workload(1, 160, WeightFormat.BF16), MACHINE), changes)
