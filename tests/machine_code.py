@@ -12,7 +12,11 @@ import subprocess
 from pathlib import Path
 
 NVDISASM = "triton/backends/nvidia/bin/nvdisasm"
-WIDE = {"LDSM.16.M88.4": 4, "LDSM.16.MT88.4": 4, "LDG.E.128": 4, "LDS.128": 4, "LDS.64": 2}
+WIDE = {
+    "LDSM.16.M88.4": 4, "LDSM.16.MT88.4": 4, "LDG.E.128": 4, "LDS.128": 4, "LDS.64": 2,
+    "LDL.64": 2, "LDL.128": 4,
+}  # fmt: skip
+RESTORED = r"^(?:LDL\S*|MOV) "  # from local memory, or from a register that keeps it
 
 
 def loop_of(lines: list[str], at: int, label: str, jump: str) -> tuple[int, int] | None:
@@ -58,13 +62,20 @@ def lost_operands(sass: str, kept: list[bool]) -> list[str]:
         loop = loop_of(lines, at, r"(\.L_x_\d+):", r"BRA.*`\((\.L_x_\d+)\)")
         if not keep or loop is None:
             continue
-        for line in lines[loop[0] : loop[1]]:
-            m = re.match(r"(?:@!?U?P\w+ +)?([A-Z]\S*) (?:P\w+, )?R(\d+)\b", line)
-            if m and not m[1].startswith(("ST", "RED", "BAR", "HGMMA", "SYNCS", "R2UR")):
-                low = int(m[2])
-                if low < first + 4 and first < low + WIDE.get(m[1], 1):
-                    lost.append(f"{lines[at]} after {line}")
+        before = lines[at : loop[0] : -1] + lines[loop[1] : at : -1]  # the latest first
+        for register in range(first, first + 4):
+            line = next((x for x in before if writes(x, register)), "")
+            if line and not re.search(RESTORED, line):
+                lost.append(f"{lines[at]} after {line}")
     return lost
+
+
+def writes(line: str, register: int) -> bool:
+    """Whether an instruction's result lies in a register."""
+    m = re.match(r"(?:@!?U?P\w+ +)?([A-Z]\S*) (?:P\w+, )?R(\d+)\b", line)
+    if not m or m[1].startswith(("ST", "RED", "BAR", "HGMMA", "SYNCS", "R2UR")):
+        return False
+    return int(m[2]) <= register < int(m[2]) + WIDE.get(m[1], 1)
 
 
 def lost_in(source: str, folder: Path, nvcc: str, nvdisasm: str) -> list[str]:

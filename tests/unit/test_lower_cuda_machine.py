@@ -69,10 +69,13 @@ wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%f3,%f4}, {%r373,%r374,%r375
     assert kept_operands(ptx) == [True, False]
     sass = """
 .L_x_5:
+{restored}
 HGMMA.64x64x16.F32 R24, R88, gdesc[UR4].tnspB, RZ, !UPT ;
 F2FP.F16.F32.PACK_AB R{made}, R25, R24 ;
 HGMMA.64x64x16.F32 R56, R{made}, gdesc[UR4].tnspB, R56 ;
 @!P1 BRA `(.L_x_5) ;
 """
-    assert lost_operands(sass.format(made=24), [True, False]) == []
-    assert len(lost_operands(sass.format(made=88), [True, False])) == 1
+    assert lost_operands(sass.format(made=24, restored=""), [True, False]) == []
+    assert len(lost_operands(sass.format(made=88, restored=""), [True, False])) == 1
+    again = "LDL.128 R88, [R1+0x20] ;"
+    assert lost_operands(sass.format(made=88, restored=again), [True, False]) == []
