@@ -19,6 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from obelisk.base.errors import ObeliskError
+from obelisk.plan import Plan
+
 RESULTS = Path(__file__).parent / "results" / "mega_bench.json"
 README = Path(__file__).parents[1] / "README.md"
 MARKS = (
@@ -60,11 +63,21 @@ def run(specs: list[str]) -> dict[str, Any]:
     from obelisk.runtime.cuda_driver import Device
 
     machine = mega_cuda.device_here()
+
+    def make(spec: str) -> Plan | ObeliskError:
+        try:
+            return mega_cuda.plan_for(spec, machine)
+        except ObeliskError as error:
+            return error
+
     with ThreadPoolExecutor(16) as pool:
-        plans = list(pool.map(lambda s: mega_cuda.plan_for(s, machine), specs))
+        plans = list(pool.map(make, specs))
     rows: list[dict[str, Any]] = []
     arena, made = 0, ("", "")
     for spec, plan in zip(specs, plans, strict=True):
+        if isinstance(plan, ObeliskError):
+            rows.append({"spec": spec, "raised": str(plan)})
+            continue
         name, batch, context, _, form = mega_cuda.parts(spec)
         if (name, form) != made:
             if arena:
@@ -112,7 +125,7 @@ def against(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
 
 def table(data: dict[str, Any]) -> str:
     """One row per spec, then what was run where."""
-    rows = {row["spec"]: row for row in data["rows"]}
+    rows = {row["spec"]: row for row in data["rows"] if "raised" not in row}
     where = data["environment"]
     lines = [
         "| model | batch | position | weights | us a step | least to most | of the floor | "
@@ -122,6 +135,11 @@ def table(data: dict[str, Any]) -> str:
     for row in data["rows"]:
         name, batch, context, changes, form = [*row["spec"].split(":"), "", "", "", ""][:5]
         title = f"{name}, {ADA}" if changes.startswith("ada") else name
+        if "raised" in row:
+            lines.append(
+                f"| {title} | {batch or 1} | {context or 512} | {row['raised']} |" + " |" * 6
+            )
+            continue
         floor = row["bytes"] / where["bandwidth"] * 1e6
         torch = row.get("torch")
         theirs, ratio = ("-", "-")
