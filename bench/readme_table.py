@@ -5,9 +5,10 @@
 
 Writes the table into the README between its two marks (of the CPU, or of a CUDA device where the
 results are of one); a test checks that it holds exactly this text, so no figure was typed. Of
-several files of a device, run one after the other or on two devices of one machine, a program's row
-is that of the newest that has it; each file is named with its commit and its programs. The chart of
-a device (cuda_bench.svg) is drawn from the same rows.
+several files of a device, a program's row is that of the newest in which its race was held and no
+rival fell for a fault of the run; where there is none, that of the newest, without a ratio. Each
+file is named with its commit and its programs. The chart of a device (cuda_bench.svg) is drawn from
+the same rows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ CUDA_MARKS = (
     "<!-- end GPU -->\n",
 )
 BUSY = 0.5  # load average above which a measurement is not worth a claim
+NO_FAULT = ("not installed", "nothing beside", "no call for", "not an attention")  # of a rival
 COLUMNS = ("op_by_op", "numpy", "torch", "torch.compile", "torch.sdpa")
 
 
@@ -57,11 +59,12 @@ def cuda_table(files: list[dict[str, Any]]) -> str:
         libraries = {n: t for n, t in others.items() if n != "op_by_op"}
         sdpa = {n: t for n, t in libraries.items() if "sdpa" in n}
         best_sdpa = micro(min((t for t in sdpa.values() if t is not None), default=None))
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        if row.get("ratio_spread") is not None:
-            ratio += f" ± {row['ratio_spread']:.2f}"
-        if row["ratio"] is not None:
+        ratio = "-"
+        if row["ratio"] is not None and sound(row):
             ratios.append(row["ratio"])
+            ratio = f"{row['ratio']:.2f}"
+            if row.get("ratio_spread") is not None:
+                ratio += f" ± {row['ratio_spread']:.2f}"
         target = f" {chosen['target']}" if chosen.get("target") else ""
         spread = "-" if row["spread_us"] is None else f"{row['spread_us']:.2f}"
         lines.append(
@@ -88,7 +91,7 @@ def cuda_table(files: list[dict[str, Any]]) -> str:
         "floor: bytes of inputs and outputs over the copy bandwidth measured in the same run; "
         "kernels: launches of a call. The last column is the median over rounds of the ratio in "
         "each, by which the race is decided, and its interquartile range (without ±: the ratio of "
-        "the two medians). "
+        "the two medians; -: the race was cut, or a rival did not start). "
         f"Geometric mean of the last column: {mean:.2f} over {len(ratios)} programs, least "
         f"{min(ratios, default=0.0):.2f}. {where.get('device')}, {where.get('driver')}, Python "
         f"{where.get('python')}. {'; '.join(sources)}."
@@ -96,12 +99,23 @@ def cuda_table(files: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", text, ""])
 
 
+def sound(row: dict[str, Any]) -> bool:
+    """Whether a row compares: its race was held, and every rival that could answer did."""
+    report = row["report"]
+    if report is None or row["spread_us"] is None:
+        return False
+    return all(why.startswith(NO_FAULT) for why in report["unavailable"].values())
+
+
 def newest(files: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Name, file and row of each program, sorted; of several rows the one of the newest file."""
+    """Name, file and row of each program, sorted; of several rows the newest that is sound, else
+    the newest.
+    """
     found: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = {}
     for data in sorted(files, key=lambda d: str(d["date"])):
         for row in data["rows"]:
-            if row["report"] is not None or (row["program"], row["batch"]) not in found:
+            known = found.get((row["program"], row["batch"]))
+            if known is None or sound(row) or not sound(known[1]):
                 found[row["program"], row["batch"]] = (data, row)
     return [
         (p if b == 1 else f"{p}:{b}", data, row) for (p, b), (data, row) in sorted(found.items())
