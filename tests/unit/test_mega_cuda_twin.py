@@ -209,6 +209,20 @@ def test_the_engine_generates_on_a_cuda_plan() -> None:
     assert all(s.end >= s.start >= 0 for s in session.spans)
 
 
+def test_a_piece_may_be_longer_than_the_ring() -> None:
+    """Twelve slots of positions through a ring of ten, step after step: the tokens are those of a
+    kernel that reads the cache where it is.
+    """
+    c = {**MODELS["llama, groups of 4"], "num_hidden_layers": 1}
+    work = Workload(1, 220, WeightFormat.BF16)
+    runs = []
+    for changes in ("kv_ring=0", "kv_ring=1+chunk_cols=128+stages=10"):
+        plan = planned(parse_config(c), work, "staged=0+kv_pieces=1+" + changes, MACHINE)
+        session = CudaSession(plan, pack(plan.layout, random_tensors(c, 4).__getitem__))
+        runs.append(session.launch([[i * 7 % 500 for i in range(190)]], [8])[0].tokens)
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "loads"), [("kv_ring=1+staged=0", 0), ("staged=2+stages=12", 2), ("staged=0", 2)]
 )
