@@ -60,14 +60,24 @@ CASES = [  # model, batch, weights (with :zeros, groups have their own), changes
     ("llama, groups of 4", 1, "w4a16", "spread=1+warps=2+stages=12"),
     ("llama, groups of 4", 2, "w4a16:32:zeros", "spread=1+warps=2+stages=12+chunk_cols=256"),
     ("llama, groups of 4", 4, "int8", "spread=1+warps=4+stages=12+chunk_cols=256"),
-    ("llama, groups of 4", 1, "w4a16", "own=1+spread=1+warps=2+stages=12"),
+    (
+        "llama, groups of 4",
+        1,
+        "w4a16",
+        "own=1+spread=1+warps=2+stages=12+o_split=2+down_split=2+chunk_cols=256",
+    ),
     (
         "llama, groups of 4",
         1,
         "w4a16:32:zeros",
         "own=1+spread=1+warps=2+stages=12+o_split=2+down_split=2+chunk_cols=256",
     ),
-    ("llama, groups of 4", 1, "int8", "own=1+spread=1+warps=2+stages=12+chunk_cols=256"),
+    (
+        "llama, groups of 4",
+        1,
+        "int8",
+        "own=1+spread=1+warps=2+stages=12+o_split=2+down_split=2+chunk_cols=256",
+    ),
     ("llama, groups of 4", 1, "fp32", ""),
     ("qwen3, 128, groups of 2", 2, "fp32", "bulk=0+barriers=qkv.attend.o.up.down.head"),
     ("qwen2, groups of 7, tied", 3, "fp32", "down_split=2+kv_pieces=5"),
@@ -95,21 +105,31 @@ def changed(t: GpuTiling, text: str) -> GpuTiling:
     return t
 
 
-def planned(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> Plan:
-    """A plan under the default tiling with changes, its ring cut to what shared memory holds."""
+def fitted(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> GpuTiling:
+    """The default tiling with changes, its ring cut to what shared memory holds."""
     tiling = changed(default_tiling(model, work, machine), changes)
     while shared_plan(model, work, tiling).total > machine.shared_bytes:
         tiling = replace(tiling, stages=tiling.stages - 1)
-    return make_cuda_plan(model, work, tiling, machine)
+    return tiling
+
+
+def planned(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> Plan:
+    """A plan under the default tiling with changes."""
+    return make_cuda_plan(model, work, fitted(model, work, changes, machine), machine)
+
+
+def work_of(case: tuple[str, int, str, str]) -> tuple[ModelConfig, Workload]:
+    """The model and the workload of one of `CASES`."""
+    name, batch, form, _ = case
+    plain, _, _ = form.partition(":zeros")
+    parsed, group = parse_weights(plain)
+    zeros = form.endswith(":zeros")
+    return parse_config(MODELS[name]), Workload(batch, CONTEXT, parsed, group or 128, zeros)
 
 
 def plan_of(case: tuple[str, int, str, str], machine: Machine) -> Plan:
     """The plan of one of `CASES`."""
-    name, batch, form, changes = case
-    plain, _, _ = form.partition(":zeros")
-    parsed, group = parse_weights(plain)
-    work = Workload(batch, CONTEXT, parsed, group or 128, form.endswith(":zeros"))
-    return planned(parse_config(MODELS[name]), work, changes, machine)
+    return planned(*work_of(case), case[3], machine)
 
 
 def groups_of(tensors: dict[str, Array], form: str, group: int) -> GroupSource:

@@ -15,10 +15,11 @@ from tests.gpu_schedules import (
     gpu_model,
     small_schedule,
 )
+from tests.mega_cuda_checks import CASES, fitted, work_of
 from tests.mega_models import config
 
 from obelisk.machine import find
-from obelisk.schedule.gpu import SUMS_ROOM, GpuTiling, default_tiling, products
+from obelisk.schedule.gpu import SUMS_ROOM, GpuTiling, default_tiling, products, refuse
 from obelisk.schedule.gpu_check import check_gpu, shallow
 from obelisk.schedule.gpu_ring import judge_ring
 from obelisk.schedule.gpu_tasks import GpuStep
@@ -63,6 +64,17 @@ def test_other_weights_are_accepted(work: Workload) -> None:
     assert tiling.chunk_cols % tiling.slab_cols == 0
     assert tiling.head_cols * tiling.head_bytes // tiling.head_slab <= tiling.chunk_bytes
     assert check_gpu(replace(schedule_of(Setting(step)), prompt=()), H200) == []
+
+
+def test_what_is_checked_on_a_device_fits_it() -> None:
+    """The small models that are run there: none of their tilings is refused on an H200."""
+    refused = {}
+    for case in CASES:
+        model, work = work_of(case)
+        why = refuse(model, work, fitted(model, work, case[3], H200), H200)
+        if why:
+            refused[case] = why
+    assert not refused
 
 
 def test_cuts_of_chunks_share_a_unit() -> None:
