@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from obelisk.tune.race import Runner, leader, race, ratio
-from obelisk.tune.taken import ATTEMPTS, Counted, Steady, Turned, count
+from obelisk.tune.taken import ATTEMPTS, FEW, Counted, Steady, Turned, count
 
 STAT = """cpu  466675 0 40220 188748 561 0 81 1149 0 0
 cpu0 229092 0 17693 101173 83 0 9 {0} 0 0
@@ -157,3 +158,15 @@ def test_a_race_is_decided_by_whole_cores(seed: int) -> None:
     assert steady.thrown > 0
     slow = sum(v > 1.9 for v in runners[1].values)
     assert slow < len(runners[1].values) / 3
+
+
+def test_a_host_that_is_busy_all_the_time_costs_few_repeats() -> None:
+    """Every other turn is disturbed, its repeats too: after some turns none is repeated."""
+    steady = Steady()
+    for number in range(200):
+        key, taken = number % 2, 0.9 if number % 2 else 0.0
+        steady.least[key] = 0.0
+        steady.turn(key, functools.partial(Turned, [1.0], 1, taken))
+    assert steady.turns == 200
+    assert steady.kept == 100
+    assert steady.thrown <= FEW

@@ -15,6 +15,7 @@ from pathlib import Path
 
 SHARE = 0.1  # of a turn's time: more than that taken away, over the contender's least, is too much
 ATTEMPTS = 3
+FEW = 20  # turns, below which a third of them is not "all the time"
 _STEAL = 7  # the field of a processor's line in /proc/stat, behind its name, in ticks
 _PROC = Path("/proc")
 
@@ -82,7 +83,8 @@ class Steady:
 
     Attributes:
         turns: turns that count.
-        thrown: turns that were repeated; at most half as many.
+        thrown: turns that were repeated; at most half as many, and none any more where a third of
+            the turns stay disturbed all the same.
         kept: turns that count although they were taken from: of their attempts, the least so.
         least: the least share seen, by contender.
     """
@@ -105,8 +107,9 @@ class Steady:
             least = self.least[key] = min(got.taken, self.least.get(key, got.taken))
             if got.taken <= least + SHARE:
                 return got
-            # Where cores are taken all the time, repeating everything would not help.
-            if not left or 2 * self.thrown > self.turns:
+            # Where cores are taken all the time, repeating would only cost rounds.
+            busy = self.turns >= FEW and 3 * self.kept > self.turns
+            if not left or busy or 2 * self.thrown > self.turns:
                 break
             self.thrown += 1
         self.kept += 1
