@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -81,12 +82,12 @@ def test_more_items_join_once_times_are_known(tmp_path: Path) -> None:
     """`grow` sees who was right and how fast, and what it adds is checked like the rest."""
     seen: list[list[float | None]] = []
 
-    def grow(seconds: list[float | None]) -> list[TuneItem]:
+    def grow(seconds: Sequence[float | None]) -> list[TuneItem]:
         seen.append(list(seconds))
         return [item(tmp_path, "off"), item(tmp_path, "right")]
 
     items = [item(tmp_path, "slow"), item(tmp_path, "fault")]
-    report = tune(program(), items, rig=RIG, budget_seconds=20.0, grow=grow)  # type: ignore[arg-type]
+    report = tune(program(), items, rig=RIG, budget_seconds=20.0, grow=grow)
     assert len(seen) == 1
     assert seen[0][0] is not None
     assert seen[0][1] is None
@@ -99,12 +100,12 @@ def test_the_race_is_held_however_long_the_rest_took(tmp_path: Path) -> None:
     """Checks and builds that use the whole budget up cost no candidate its race."""
     rig = Rig("tests.fake_cuda", 0, 0.0, 0.0, 2e-4, least_race=5.0)
 
-    def grow(seconds: list[float | None]) -> list[TuneItem]:
+    def grow(seconds: Sequence[float | None]) -> list[TuneItem]:
         time.sleep(3.0)
         return []
 
     items = [item(tmp_path, "slow"), item(tmp_path, "right")]
-    report = tune(program(), items, rig=rig, budget_seconds=3.0, grow=grow)  # type: ignore[arg-type]
+    report = tune(program(), items, rig=rig, budget_seconds=3.0, grow=grow)
     assert report.winner == 1
     assert min(m.rounds for m in report.items) >= 1
     assert report.items[0].ratio is not None

@@ -88,9 +88,7 @@ class GpuWorker:
         return int(check(self.cu.cuMemAlloc(max(size, 1)), f"taking {size} bytes of memory"))
 
     def pin(self, array: np.ndarray) -> None:
-        """Let the device copy from and to host memory without a detour, where the system allows it:
-        copies of such memory are many times faster.
-        """
+        """Let the device copy from and to host memory directly, where the system allows it."""
         if array.size:
             kind = 0 if array.flags.writeable else _READ_ONLY
             self.cu.cuMemHostRegister(array.ctypes.data, array.nbytes, kind)  # refused: no matter
