@@ -146,6 +146,22 @@ def test_siblings_are_the_same_program_at_other_sizes() -> None:
     assert all(verifier.verify(g).accepted for g in near[:6])
 
 
+@pytest.mark.parametrize("name", ["moe", "mha"])
+def test_siblings_of_kernels_that_combine_parts_are_right(name: str) -> None:
+    """Experts and heads, one a block, of which a sibling has two: its second kernel must not take
+    them for parts of a sum. Four of moe's siblings did, and 22 of mha's had half the results.
+    """
+    machine = find("h200")
+    graph = load_program(name, dtype="f16")
+    found = search(graph, machine, budget=Budget(seconds=20), workers=1).candidates
+    split = next(c.graph for c in found if "second kernel" in c.note)
+    near = neighbours(split, machine)
+    verdicts = {str(blocks_of(g)[0].grid): Verifier(graph).verify(g) for g in near}
+    assert [(k, v.witness or v.bound) for k, v in verdicts.items() if not v.accepted] == []
+    first = blocks_of(split)[0].grid[0]
+    assert any(blocks_of(g)[0].grid[0] < first for g in near), "some have several a block"
+
+
 def test_decisions_that_are_left_out() -> None:
     """Each ablation changes every choice; equal choices are one; what there is not is named."""
     backend = backend_of("cuda")

@@ -273,3 +273,60 @@ def test_every_random_program_shrinks() -> None:
 )
 def test_reshape_groups(old, new, want) -> None:
     assert reshape_groups(old, new) == want
+
+
+def parts_then_sum(split_at: int, after: bool = False) -> Graph:
+    """Experts, one a block, whose depth is summed in two parts by a second kernel; the parts are
+    laid along dim `split_at` (0 or 1) of what lies between, the experts along the other.
+    """
+    x, w = b.input_node(0, (4, 3, 8)), b.input_node(1, (4, 8, 6))
+    first = BlockBuilder((4, 2, 2))
+    product = first.load(x, (0, None, 2)) @ first.load(w, (0, 2, 1))
+    tile = b.reshape(product, (1, 1, 3, 3))
+    first.store(b.exp(tile) if after else tile, (1 - split_at, 3, split_at))
+    (parts,) = first.launch()
+    second = BlockBuilder((4, 2))
+    part = b.sum(second.load(parts, (1 - split_at, 3)), split_at)
+    second.store(b.reshape(part, (1, 3, 3)), (0, 2))
+    return make_graph([x, w], second.launch())
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("split_at", [0, 1])
+@pytest.mark.parametrize("experts", [1, 2, 4])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_tiles_of_one_element_grow_where_the_store_lays_them(
+    split_at: int, experts: int, splits: int, after: bool
+) -> None:
+    """A reshape (1, 3, 3) -> (1, 1, 3, 3) does not say which 1 is the experts': the store does. Two
+    experts a block once were laid as two parts, and added up: a candidate for moe on a GPU.
+    """
+    graph = parts_then_sum(split_at, after)
+    arrays = random_inputs(graph)
+    first, second = blocks_of(graph)
+    grids = {first: (experts, 2, splits), second: (experts, 2)}
+    other = resize(graph, [i.shape for i in graph.inputs], grids)
+    if not after or splits == 2:
+        np.testing.assert_allclose(run(other, arrays)[0], run(graph, arrays)[0], rtol=1e-12)
+    assert blocks_of(other)[0].grid == (experts, 2, splits)
+
+
+def test_a_tile_that_grows_where_it_is_not_laid_is_refused() -> None:
+    """The experts' tile becomes part of another dim: row-major order does not put it where the
+    store lays it; and with nothing to say which dim it is, it is not guessed.
+    """
+    x = b.input_node(0, (6, 4))
+    block = BlockBuilder((4,), 1)
+    block.store(b.transpose(block.load(x, (1,)), (1, 0)), (1,))
+    graph = make_graph([x], block.launch())
+    (old,) = blocks_of(graph)
+    shapes = [i.shape for i in graph.inputs]
+    assert resize(graph, shapes, {old: (4,)}) == graph
+    with pytest.raises(ShapeError, match=r"blocks along that axis are laid along dim 1"):
+        resize(graph, shapes, {old: (2,)})
+    wide = graph_of(lambda y: b.reshape(y, (1, 1, 8)), (1, 8))
+    with pytest.raises(ShapeError, match=r"dim 0 is, now of 3, is ambiguous"):
+        resize(wide, [(3, 8)])
+    narrow = graph_of(lambda y: b.reshape(y, (1, 8)), (1, 1, 8))
+    assert resize(narrow, [(3, 1, 5)]).outputs[0].shape == (3, 5)
+    assert resize(narrow, [(3, 2, 5)]).outputs[0].shape == (6, 5)

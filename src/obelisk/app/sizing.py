@@ -71,7 +71,7 @@ def _resized(graph: Graph, machine: Machine) -> Iterator[Graph]:
     blocks = blocks_of(graph)
     if not blocks:
         return
-    shapes = [x.shape for x in graph.inputs]
+    shapes, results = [x.shape for x in graph.inputs], [o.shape for o in graph.outputs]
     first = blocks[0]
     tried: set[tuple[tuple[int, ...], int]] = set()  # small cuts round to the same
     for factors in itertools.product(FACTORS, repeat=len(first.grid)):
@@ -91,6 +91,8 @@ def _resized(graph: Graph, machine: Machine) -> Iterator[Graph]:
                 continue
             tried.add((grid, loops.get(first, 1)))
             try:
-                yield resize(graph, shapes, grids=grids, loops=loops)
+                other = resize(graph, shapes, grids=grids, loops=loops)
             except UserError:  # sizes that leave gaps or do not divide
                 continue
+            if [o.shape for o in other.outputs] == results:
+                yield other

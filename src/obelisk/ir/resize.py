@@ -4,8 +4,9 @@
 extents (the columns a reduction keeps, the target of a reshape or broadcast, the ends of a slice,
 an iota) are re-derived where the structure says how: from the input dims that they are tied to, so
 that two things of one extent may part. Else they are looked up in `sizes`, a map from old extents
-to new ones. The result is checked like any other graph, so a choice that does not fit raises;
-callers try several.
+to new ones. A tile's dim of one element that a reshape moves among others may get more: then the
+store says which it was. The result is checked like any other graph, so a choice that does not fit
+raises; callers try several.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ __all__ = [
     "shrink_shapes",
     "sizes_for",
 ]
+# Operators whose result may have the shape of their operand and other elements at its places.
+_MOVING = (Op.RESHAPE, Op.TRANSPOSE, Op.MATMUL)
 
 
 def resize(
@@ -134,6 +137,7 @@ class _Resizer:
     ) -> None:
         self.graph, self.shapes = graph, shapes
         self.grids, self.loops, self.sizes = grids, loops, sizes
+        self.within: BlockGraph | None = None  # the old block that is being rebuilt
         self.blocks: dict[Any, BlockGraph] = {}
         self.threads: dict[Any, ThreadGraph] = {}
 
@@ -189,35 +193,92 @@ class _Resizer:
     def reshape(self, scope: Any, node: Node, new: Shape) -> Shape:
         """The target extents, group by group of dims that split and merge among themselves."""
         old, target = node.inputs[0].shape, node.shape
-        out: list[int] = []
-        for ins, outs in reshape_groups(old, target):
-            total = prod(new[d] for d in ins)
-            extents = [target[d] for d in outs]
-            if len(outs) == 1:
-                out.append(total)
-                continue
-            known = [self.known(scope, node, d) for d in outs]
-            same = all(old[d] == new[d] for d in ins)
-            if same and all(k in (None, n) for k, n in zip(known, extents, strict=True)):
-                out += extents
-                continue
-            wide = [k for k, n in enumerate(extents) if n != 1]
-            if len(wide) == 1 and all(new[d] == 1 for d in ins if old[d] == 1):
-                out += [total if k in wide else 1 for k in range(len(extents))]
-                continue  # only dims of extent 1 come or go: no name is needed
-            fixed = {k: self.sizes[n] for k, n in enumerate(extents) if n in self.sizes}
-            fixed |= {k: n for k, n in enumerate(known) if n is not None}
-            free = [k for k in range(len(extents)) if k not in fixed]
-            rest = prod(fixed.values())
-            if len(free) > 1 or total % rest or (not free and total != rest):
-                raise ShapeError(
-                    f"reshape of {old} to {target}: {total} elements cannot be split into the new "
-                    f"extents of {tuple(extents)} without more sizes"
-                )
-            for k in free:
-                fixed[k] = total // rest
-            out += [fixed[k] for k in range(len(extents))]
+        grown = self.grown(node, new)
+        left = [d for d in range(len(old)) if d not in grown]
+        kept = [d for d in range(len(target)) if d not in grown.values()]
+        out = [1] * len(target)
+        for d, place in grown.items():
+            out[place] *= new[d]
+        groups = reshape_groups([old[d] for d in left], [target[d] for d in kept])
+        for own, others in groups:
+            ins, outs = [left[d] for d in own], [kept[d] for d in others]
+            for d, n in zip(outs, self.regrouped(scope, node, new, ins, outs), strict=True):
+                out[d] = n
         return tuple(out)
+
+    def grown(self, node: Node, new: Shape) -> dict[int, int]:
+        """For each of a reshape's operand dims of one element that has more now: the dim of the
+        result that it is.
+
+        Row-major order does not tell neighbouring dims of extent 1 apart. Where both sides have as
+        many, they are the same ones in order; else the store of the block does: what a grid axis
+        cut is laid along the same axis again. A dim that has no counterpart merges with others.
+        """
+        old, target = node.inputs[0].shape, node.shape
+        out: dict[int, int] = {}
+        for d in (d for d, n in enumerate(old) if n == 1 and new[d] != 1):
+            before = prod(old[:d])
+            mine = [k for k, n in enumerate(old) if n == 1 and prod(old[:k]) == before]
+            theirs = [k for k, n in enumerate(target) if n == 1 and prod(target[:k]) == before]
+            if not theirs:
+                continue
+            if len(mine) == len(theirs):
+                out[d] = theirs[mine.index(d)]
+                continue
+            stored = [k for k in self.laid(node, d) if k in theirs]
+            if len(theirs) > 1 and len(stored) != 1:
+                raise ShapeError(
+                    f"reshape of {old} to {target}: which dim dim {d} is, now of {new[d]}, is "
+                    "ambiguous"
+                )
+            out[d] = stored[0] if stored else theirs[0]
+        return out
+
+    def laid(self, node: Node, d: int) -> set[int]:
+        """The dims of a reshape in a block along which stores lay what cut dim `d` of its
+        operand.
+        """
+        if self.within is None:
+            return set()
+        cut = self.within.info.splits[node.inputs[0]][d]
+        if cut is None or cut.axis is None:
+            return set()
+        same = {node}  # and what is computed from it element by element
+        for n in self.within.body:
+            if not same.isdisjoint(n.inputs) and n.shape == node.shape and n.op not in _MOVING:
+                same.add(n)
+        found = {s.omap[cut.axis] for s in self.within.stores if s.value in same}
+        return {k for k in found if k is not None}
+
+    def regrouped(
+        self, scope: Any, node: Node, new: Shape, ins: Sequence[int], outs: Sequence[int]
+    ) -> list[int]:
+        """The extents of the dims `outs` of a reshape's result that are made of the dims `ins`."""
+        old, target = node.inputs[0].shape, node.shape
+        total = prod(new[d] for d in ins)
+        extents = [target[d] for d in outs]
+        if len(outs) == 1:
+            return [total]
+        known = [self.known(scope, node, d) for d in outs]
+        same = all(old[d] == new[d] for d in ins)
+        if same and all(k in (None, n) for k, n in zip(known, extents, strict=True)):
+            return extents
+        wide = [k for k, n in enumerate(extents) if n != 1]
+        if len(wide) == 1 and all(new[d] == 1 for d in ins if old[d] == 1):
+            # Only dims of extent 1 come or go: no name is needed.
+            return [total if k in wide else 1 for k in range(len(extents))]
+        fixed = {k: self.sizes[n] for k, n in enumerate(extents) if n in self.sizes}
+        fixed |= {k: n for k, n in enumerate(known) if n is not None}
+        free = [k for k in range(len(extents)) if k not in fixed]
+        rest = prod(fixed.values())
+        if len(free) > 1 or total % rest or (not free and total != rest):
+            raise ShapeError(
+                f"reshape of {old} to {target}: {total} elements cannot be split into the new "
+                f"extents of {tuple(extents)} without more sizes"
+            )
+        for k in free:
+            fixed[k] = total // rest
+        return [fixed[k] for k in range(len(extents))]
 
     def broadcast(self, scope: Any, node: Node, new: Shape) -> Shape:
         old, target = node.inputs[0].shape, node.shape
@@ -255,6 +316,7 @@ class _Resizer:
             raise MalformedGraph(f"new grid {grid} for a block with {len(old.grid)} grid axes")
         new: dict[Node, Node] = {}
         inner = inner_scope(scope, old, launch.inputs)
+        self.within = old
         for node in old.body:
             if node.op is Op.LOAD:
                 at: LoadAttrs = node.attrs
@@ -262,9 +324,27 @@ class _Resizer:
                 new[node] = make(Op.LOAD, (), attrs)
             else:
                 new[node] = self.rebuild(inner, node, [new[i] for i in node.inputs], loop)
+        self.within = None
         stores = tuple(Store(new[s.value], s.omap, s.fmap, s.reduce, s.dtype) for s in old.stores)
         self.blocks[key] = block_graph(grid, loop, old.threads, stores)
+        self.laid_as_cut(old, self.blocks[key])
         return self.blocks[key]
+
+    def laid_as_cut(self, old: BlockGraph, new: BlockGraph) -> None:
+        """Raise where a tile has other extents along a dim that its store lays elsewhere than it
+        was cut: then its blocks' parts would be other parts of the tensor.
+        """
+        for before, store in zip(old.stores, new.stores, strict=True):
+            for d, cut in enumerate(new.info.splits[store.value]):
+                n, was = store.value.shape[d], before.value.shape[d]
+                if cut is None or cut.axis is None or n in (1, was):
+                    continue
+                place = store.omap[cut.axis]
+                if place is not None and place != d:
+                    raise ShapeError(
+                        f"dim {d} of a tile, cut by grid axis {cut.axis}, has {n} elements instead "
+                        f"of {was}, but blocks along that axis are laid along dim {place}"
+                    )
 
     def thread(self, scope: Any, chain: Node, shapes: tuple[Shape, ...], loop: int) -> ThreadGraph:
         old: ThreadGraph = chain.attrs.thread
