@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from obelisk.app.loading import load_program
 from obelisk.ir import DType, Graph, KernelGraph, Precision, run
+from obelisk.ir.composite import causal_mask
+from obelisk.ir.resize import resize
 from obelisk.tune import answers
 from obelisk.tune.inputs import Inputs, TensorSpec, input_specs
-from obelisk.tune.judge import Reference, compare, fill, judge, reference
+from obelisk.tune.judge import Reference, Yardstick, compare, excused, fill, judge, reference
 from obelisk.tune.types import Status
 
 FLOATS = [DType.F64, DType.F32, DType.F16, DType.BF16, DType.F8E4M3]
@@ -186,6 +189,118 @@ def test_a_program_that_overflows_gets_smaller_inputs() -> None:
     inputs, right = right_of(program)
     assert inputs.scale in (0.5, 0.25)
     assert all(m is None for row in right.judged for m in row)
+
+
+def softmax_times(keys: int, mask: float | None = None) -> Graph:
+    """softmax(q k) v in f16 without a maximum; with `mask`, of keys up to a row's own."""
+    g = KernelGraph("softmax")
+    q, k, v = g.input((4, 64), "f16"), g.input((64, keys), "f16"), g.input((keys, 16), "f16")
+    scores = g.matmul(q, k)
+    if mask is not None:
+        scores = g.where(causal_mask(4, keys), scores, mask)
+    e = g.exp(scores)
+    g.output(g.matmul(g.div(e, g.sum(e, 1)), v), name="o")
+    return g.freeze()
+
+
+@pytest.mark.parametrize("name", ["gqa", "mha"])
+def test_a_sum_that_overflows_inside_gets_smaller_inputs(name: str) -> None:
+    """Attention in f16 at deviation 1/2: the softmax's sum is infinite, p / inf is 0, and results
+    are finite and wrong by a third. Few rows, so that it takes no time; as many keys as there are.
+    """
+    whole = load_program(name, dtype="f16")
+    (_, _, depth), *others = [i.shape for i in whole.inputs]
+    program = resize(whole, [(2, 4, depth), *((2, *shape[1:]) for shape in others)])
+    inputs, right = right_of(program)
+    assert inputs.scale in (0.125, 0.25)
+    assert right.yardsticks[0].norm < 2e-3
+    again, same = right_of(program)
+    assert again.scale == inputs.scale
+    assert same.yardsticks == right.yardsticks
+    larger = Inputs(program, 0)
+    larger.halve()
+    got = run(program, larger.select(0), Precision.WORKING)[0]
+    assert np.isfinite(got).all(), "its results alone do not tell"
+
+
+def test_every_set_stays_in_range() -> None:
+    """Not the first one alone: exp(6 x) of a few numbers overflows in one set, not in others, and
+    what is computed from it is finite.
+    """
+    g = KernelGraph("few")
+    x = g.input((4,), "f16", name="x")
+    g.output(g.div(1.0, g.add(g.exp(x * 6.0), 1.0)), name="y")
+    program = g.freeze()
+    later = 0
+    for seed in range(40):
+        inputs = Inputs(program, seed)
+        tops = [float(inputs.select(k)[0].max()) * 6 for k in range(inputs.sets)]
+        fits = [top < np.log(0.9 * 65504) for top in tops]
+        later += fits[0] and not all(fits)
+        reference(program, inputs)
+        assert (inputs.scale == 1) == all(fits)
+    assert later, "no seed shows it"
+
+
+@pytest.mark.parametrize("mask", [-np.inf, -65504.0, -1e9])
+def test_what_is_infinite_on_purpose_needs_no_smaller_inputs(mask: float) -> None:
+    """A mask of -inf, of the least number, or of one that f16 does not hold."""
+    program = softmax_times(64, mask)
+    inputs, right = right_of(program)
+    plain, _ = right_of(softmax_times(64))
+    assert inputs.scale == plain.scale
+    assert right.yardsticks[0].norm < 2e-3
+    assert np.isfinite(right.expected[0][0]).all()
+
+
+def test_what_overflows_at_any_deviation_is_said() -> None:
+    """70000 ones add up to infinity whatever the inputs: results at deviation 1 then, and a note
+    that the program is no measure.
+    """
+    g = KernelGraph("ones")
+    x = g.input((2, 80000), "f16", name="x")
+    e = g.exp(x * 0.01)
+    g.output(g.matmul(g.div(e, g.sum(e, 1)), g.input((80000, 2), "f16")), name="o")
+    program = g.freeze()
+    inputs, right = right_of(program)
+    assert inputs.scale == 1
+    assert right.yardsticks[0].norm == pytest.approx(1.0)
+    (text,) = excused(program, right)
+    assert "output 'o' is off by 1 of its norm" in text
+    fine = affine("f16")
+    assert excused(fine, right_of(fine)[1]) == []
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [("f32", 1e-4), ("f16", 2e-3), ("bf16", 1.6e-2)])
+def test_small_results_are_held_to_their_norm(dtype: str, bar: float) -> None:
+    """A mean of many is smaller than the absolute tolerance: an error of a quarter of it, or none
+    of it at all, is within the tolerance of each element, but not of the whole.
+    """
+    g = KernelGraph("small")
+    x = g.input((96, 64), dtype, name="x")
+    g.output(x * (1e-6 if dtype == "f32" else 2.0**-12), name="y")
+    program = g.freeze()
+    inputs, right = right_of(program)
+    own = run(program, inputs.select(0), Precision.WORKING)[0]
+    exact = right.expected[0][0]
+    assert judge(raw([own]), program, right, 0, 0).status is Status.OK
+    for factor in (1 + 0.5 * bar, 1 - 0.4 * bar):
+        near = (exact * factor).astype(own.dtype)
+        assert judge(raw([near]), program, right, 0, 0).status is Status.OK
+    for factor in (0.0, 1.25, 1 + 2 * bar):
+        off = (exact * factor).astype(own.dtype)
+        found = judge(raw([off]), program, right, 0, 0)
+        assert found.status is Status.WRONG, factor
+        assert "'y' as a whole" in found.detail
+        assert found.share > 1
+    # What is exactly zero has no norm, and that of few elements is luck.
+    node, own_off = program.outputs[0], Yardstick(norm=bar)
+    assert compare(np.full((7, 33), 1e-7), np.zeros((7, 33)), node).limit == np.inf
+    assert compare(exact, exact, node, None, own_off).limit == pytest.approx(4 * bar)
+    peaked = exact.copy()
+    peaked[3, 3] = 1e3 * np.abs(exact).sum()
+    for few in (exact[:1, :9], peaked):
+        assert compare(few, few, node, None, own_off).limit == pytest.approx(100 * bar)
 
 
 def test_elements_without_an_answer_are_not_judged() -> None:

@@ -91,8 +91,8 @@ def _resized(graph: Graph, machine: Machine) -> Iterator[Graph]:
                 continue
             tried.add((grid, loops.get(first, 1)))
             try:
-                other = resize(graph, shapes, grids=grids, loops=loops)
+                found = resize(graph, shapes, grids=grids, loops=loops)
             except UserError:  # sizes that leave gaps or do not divide
                 continue
-            if [o.shape for o in other.outputs] == results:
-                yield other
+            if [o.shape for o in found.outputs] == results:
+                yield found

@@ -199,7 +199,7 @@ class _Resizer:
         out = [1] * len(target)
         for d, place in grown.items():
             out[place] *= new[d]
-        groups = reshape_groups([old[d] for d in left], [target[d] for d in kept])
+        groups = reshape_groups(tuple(old[d] for d in left), tuple(target[d] for d in kept))
         for own, others in groups:
             ins, outs = [left[d] for d in own], [kept[d] for d in others]
             for d, n in zip(outs, self.regrouped(scope, node, new, ins, outs), strict=True):

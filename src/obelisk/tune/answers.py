@@ -23,7 +23,7 @@ from obelisk.tune.inputs import Inputs, input_specs
 from obelisk.tune.judge import Reference, Yardstick, reference
 from obelisk.tune.regions import Region
 
-FORMAT = "1"  # of what is kept; a change of inputs or of the reference must change it, too
+FORMAT = "2"  # of what is kept; a change of inputs or of the reference must change it, too
 WORTH_KEEPING = 0.5  # seconds of making
 
 
@@ -66,7 +66,7 @@ def _write(file: Path, right: Reference, scale: float) -> None:
     """Keep a reference and the deviation of its inputs."""
     parts = {
         "scale": np.array(scale),
-        "sticks": np.array([(y.ratio, y.relative) for y in right.yardsticks]),
+        "sticks": np.array([(y.ratio, y.relative, y.norm) for y in right.yardsticks]),
     }
     for k, (exact, masks) in enumerate(zip(right.expected, right.judged, strict=True)):
         for i, (values, mask) in enumerate(zip(exact, masks, strict=True)):
@@ -85,7 +85,7 @@ def _read(file: Path, program: Graph, inputs: Inputs) -> Reference | None:
     """
     try:
         with np.load(file) as parts:
-            sticks = tuple(Yardstick(float(a), float(b)) for a, b in parts["sticks"])
+            sticks = tuple(Yardstick(*map(float, row)) for row in parts["sticks"])
             pairs = [
                 [
                     (parts[f"exact{k}_{i}"], parts.get(f"mask{k}_{i}"))

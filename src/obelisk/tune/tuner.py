@@ -22,7 +22,7 @@ from obelisk.ir.graph import Graph
 from obelisk.tune.answers import Answers
 from obelisk.tune.bench import Bench
 from obelisk.tune.inputs import input_specs, output_specs
-from obelisk.tune.judge import Judgement
+from obelisk.tune.judge import Judgement, excused
 from obelisk.tune.race import HINT, Runner, leader, race, ratio, ratio_spread, significantly_slower
 from obelisk.tune.rigs import CPU, Rig
 from obelisk.tune.stats import interval, quartile_range
@@ -173,6 +173,7 @@ class _Tuning:
                         f"inputs have deviation {self.scale:g}: "
                         "at 1 the program overflows in its own dtypes"
                     )
+                self.notes += excused(self.program, bench.right)
                 with self.spent("worker"):
                     bench.child.start()
                 begin = time.monotonic()
