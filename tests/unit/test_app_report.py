@@ -9,7 +9,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from obelisk.app.account import Tried, baseline_rows, candidate_rows
+from obelisk.app.account import (
+    Tried,
+    baseline_rows,
+    candidate_rows,
+    choice_text,
+    fastest_form,
+)
 from obelisk.app.bench import BenchRow, bench_json, command, geomean, summarise
 from obelisk.app.display import Display, print_report
 from obelisk.app.programs import PROGRAMS
@@ -189,6 +195,28 @@ def test_baselines_say_why_they_are_missing() -> None:
     ]  # fmt: skip
     assert rows[0].reason == "infeasible: too large"
     assert rows[1].reason == "hang: no answer in 3 s"
+
+
+def test_own_kernels_count_in_their_fastest_form() -> None:
+    """mqa on an H200 was "26.81 times as fast as the program's own kernels", which in Triton took
+    22.66 us, not 218: the slowest form is no yardstick.
+    """
+    slow = Measured("candidate 0, default", Status.OK, "", 218e-6, ratio=26.81)
+    fast = Measured("candidate 0, Triton, default", Status.OK, "", 22.66e-6)
+    broken = Measured("candidate 0, warps 8", Status.WRONG, "element 3", 1e-6)
+    best = Measured("candidate 1, default", Status.OK, "", 8.13e-6)
+    assert fastest_form([slow, broken, fast]) is fast
+    assert fastest_form([slow, broken]) is slow
+    assert fastest_form([broken]) is broken
+    assert fastest_form([]) is None
+    text = choice_text("26.81 times as fast as (candidate 0, default)", best, [slow, broken, fast])
+    assert text.endswith(
+        "; 2.79 times as fast as their fastest form (candidate 0, Triton, default)"
+    )
+    for forms, winner in (([slow, broken], best), ([slow, fast], fast), ([], best)):
+        assert choice_text("why", winner, forms) == "why"
+    (row,) = baseline_rows(fastest_form([slow, fast]), "", [], {})
+    assert row.over(best.seconds * 1e6) == pytest.approx(22.66 / 8.13)
 
 
 def test_bench_summary() -> None:

@@ -105,10 +105,33 @@ def _micro(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * MICRO
 
 
+def fastest_form(forms: Sequence[Measured]) -> Measured | None:
+    """Of the program's own kernels, which a back end may print in several forms: the fastest that
+    is right, else the first. The slowest form is no yardstick.
+    """
+    right = [m for m in forms if m.status is Status.OK and m.seconds is not None]
+    return min(right, key=lambda m: m.seconds or 0.0) if right else next(iter(forms), None)
+
+
+def choice_text(reason: str, winner: Measured, forms: Sequence[Measured]) -> str:
+    """The tuner's reason, which compares with the first form of the program's own kernels; and what
+    is left of it beside their fastest.
+    """
+    best = fastest_form(forms)
+    if best is None or best is forms[0] or best.seconds is None or winner in forms:
+        return reason
+    if forms[0].seconds is None or winner.seconds is None:
+        return reason
+    times = best.seconds / winner.seconds
+    return f"{reason}; {times:.2f} times as fast as their fastest form ({best.name})"
+
+
 def baseline_rows(
     own: Measured | None, why: str, others: Sequence[Measured], absent: Mapping[str, str]
 ) -> tuple[BaselineRow, ...]:
-    """`own` are the program's op-by-op kernels (or `why` there are none), then the libraries."""
+    """`own` are the program's op-by-op kernels in their fastest form (or `why` there are none),
+    then the libraries.
+    """
     first = (
         BaselineRow(OP_BY_OP, None, None, why or "not measured")
         if own is None

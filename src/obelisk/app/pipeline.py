@@ -19,7 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from obelisk.app.account import Tried, baseline_rows, candidate_rows, environment
+from obelisk.app.account import (
+    Tried,
+    baseline_rows,
+    candidate_rows,
+    choice_text,
+    environment,
+    fastest_form,
+)
 from obelisk.app.backends import Lowering
 from obelisk.app.builds import Builds
 from obelisk.app.compiled import Artifact, Compiled, materialise
@@ -549,7 +556,12 @@ class _Run:
         """Choose, and put everything that is known together."""
         request = self.request
         item, built = self._choose(tuned)
-        own = self.ready[0][0].measured if self.ready and self.ready[0][0].candidate == 0 else None
+        own = [m for k, _ in self.ready if k.candidate == 0 and (m := k.measured) is not None]
+        choice = tuned.reason if tuned else "nothing was measured"
+        if tuned and tuned.winner is not None and self.ready[tuned.winner][0] is not item:
+            choice = "the fastest whose graph is judged equal"
+        if item.measured is not None:
+            choice = choice_text(choice, item.measured, own)
         lowerings: dict[int, list[Tried]] = {}
         for known in self.lowered:
             lowerings.setdefault(known.candidate, []).append(
@@ -568,7 +580,7 @@ class _Run:
                 self.candidates, self.verdicts, self.fallen, lowerings, item.candidate
             ),
             baselines=baseline_rows(
-                own,
+                fastest_form(own),
                 ": ".join(self.fallen.get(0, ())),
                 tuned.contenders if tuned else (),
                 absent,
@@ -579,7 +591,7 @@ class _Run:
             environment=environment(
                 request.machine, request.threads, request.backend.environment(request.device)
             ),
-            choice=tuned.reason if tuned else "nothing was measured",
+            choice=choice,
             notes=(*self.notes, *_notes(tuned)),
             interrupted=self.interrupts > 0,
             floor_us=_floor_us(request.program, tuned.bandwidth if tuned else None),

@@ -234,7 +234,9 @@ class _Tuning:
     def _check_all(self, bench: Bench, deadline: float, first: int = 0) -> None:
         for key, item in enumerate(self.items[first:], first):
             if time.monotonic() > deadline:
-                self.notes.append("the time budget ended before every item was checked")
+                left, whole = len(self.items) - key, len(self.items) - first
+                what = "more items" if first else "items"
+                self.notes.append(f"the time for checks ended before {left} of {whole} {what}")
                 break
             self._check(bench, key, item)
             if key == 0 and (own := self.states[0].seconds) is not None:
