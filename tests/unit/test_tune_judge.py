@@ -312,6 +312,10 @@ def test_elements_without_an_answer_are_not_judged() -> None:
     got = run(program, inputs.select(0), Precision.WORKING)[0]
     assert np.isnan(got).any()
     assert judge(raw([got]), program, right, 0, 0).status is Status.OK
+    (text,) = excused(program, right)
+    left = sum(int((inputs.select(k)[0] < 0).sum()) for k in range(3))
+    assert f"no finite answer at {left} of 1536 elements" in text
+    inputs.select(0)
     got[np.unravel_index(np.nanargmax(got), got.shape)] += 0.01
     assert judge(raw([got]), program, right, 0, 0).status is Status.WRONG
 

@@ -96,11 +96,12 @@ class SearchRow:
 class Report:
     """The account of one run.
 
-    `floor_us` is the least time that the device's measured bandwidth allows for the program's
-    inputs and outputs, read and written once (None where it was not measured). `stages` are seconds
-    by stage, `failures` how many candidates or lowerings fell, by reason; `choice` says why the
-    answer was chosen, `notes` what else a reader of the times must know; `interrupted` is true when
-    the user stopped the run; `environment` is what the times depend on.
+    `floor_us` is the time that the device's measured bandwidth of copies allows for the program's
+    inputs and outputs, read and written once (None where it was not measured); what mostly reads
+    may be a little faster. `stages` are seconds by stage, `failures` how many candidates or
+    lowerings fell, by reason; `choice` says why the answer was chosen, `notes` what else a reader
+    of the times must know; `interrupted` is true when the user stopped the run; `environment` is
+    what the times depend on.
     """
 
     program: str

@@ -112,17 +112,26 @@ def reference(program: Graph, inputs: Inputs) -> Reference:
 
 
 def excused(program: Graph, right: Reference) -> list[str]:
-    """Outputs of which candidates are allowed more than their dtype's share of the norm, since the
-    program in its own dtypes is off so far: what a reader of a report must know.
+    """What the program itself excuses, for the readers of a report: outputs of which candidates are
+    allowed more than their dtype's share of the norm, since the program in its own dtypes is off so
+    far, and elements that are not judged.
     """
-    return [
-        f"output {name!r} is off by {own.norm:.2g} of its norm in the program's own dtypes: "
-        f"candidates were allowed {SLACK * own.norm:.2g}"
-        for name, node, own in zip(
-            program.output_names, program.outputs, right.yardsticks, strict=True
-        )
-        if SLACK * own.norm > _NORM.get(node.dtype, np.inf)
-    ]
+    out = []
+    for i, (name, own) in enumerate(zip(program.output_names, right.yardsticks, strict=True)):
+        if SLACK * own.norm > _NORM.get(program.outputs[i].dtype, np.inf):
+            out.append(
+                f"output {name!r} is off by {own.norm:.2g} of its norm in the program's own "
+                f"dtypes: candidates were allowed {SLACK * own.norm:.2g}"
+            )
+        masks = [row[i] for row in right.judged]
+        left = sum(int((~m).sum()) for m in masks if m is not None)
+        if left:
+            whole = sum(row[i].size for row in right.expected)
+            out.append(
+                f"output {name!r}: the program has no finite answer at {left} of {whole} elements, "
+                "which were not judged"
+            )
+    return out
 
 
 class _Termwise(NumpyAlgebra):
