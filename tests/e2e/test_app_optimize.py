@@ -29,6 +29,7 @@ from obelisk.lower.cpu import lower_cpu
 from obelisk.machine import estimate, host
 from obelisk.search import Candidate, SearchResult, SearchStats
 from obelisk.tune import Status
+from obelisk.verify import VerdictKind
 
 pytestmark = pytest.mark.usefixtures("compiler", "fresh_cache")
 BUDGET = 4.0
@@ -198,6 +199,37 @@ def test_a_judge_that_fails_costs_one_candidate(monkeypatch: pytest.MonkeyPatch)
     assert rows["f2x1"].status == "judge failed"
     assert "out of patience" in rows["f2x1"].reason
     assert rows["f4x1"].verdict in ("proved", "tested")
+
+
+def test_a_sibling_that_is_not_equal_costs_its_candidate_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fastest is a sibling that its judge refutes: a note says so, and the candidate it was
+    made of, whose own sizes are proved, may be the answer with the verdict that it had.
+    """
+    first, sibling = fused(2, 1), fused(4, 1)
+    real, ranked = pipeline.Verifier.verify, pipeline._Run._ranked
+
+    def verify(self: Any, candidate: Graph) -> Any:
+        verdict = real(self, candidate)
+        if candidate is not sibling:
+            return verdict
+        return replace(verdict, kind=VerdictKind.REFUTED, witness="two heads were added up")
+
+    def sibling_first(self: Any, tuned: Any) -> list[Any]:
+        pairs = [p for p in ranked(self, tuned) if p[0].candidate == 1]
+        item, built = pairs[0]
+        return [(replace(item, made=replace(item.made, graph=sibling)), built), *pairs]
+
+    monkeypatch.setattr(pipeline, "search", found([first]))
+    monkeypatch.setattr(pipeline.Verifier, "verify", verify)
+    monkeypatch.setattr(pipeline._Run, "_ranked", sibling_first)
+    best = ob.optimize(program(), budget=BUDGET)
+    check(best)
+    assert best.graph is first
+    assert best.report.chosen.verdict in ("proved", "tested")
+    assert best.report.failures["refuted"] == 1
+    assert any("refuted: two heads were added up" in note for note in best.report.notes)
 
 
 def test_a_search_that_fails_leaves_the_program(

@@ -648,7 +648,12 @@ class _Run:
         if verdict.accepted:
             self.verdicts[i] = verdict
             return True
-        self._rejected(i, verdict)
+        if same:
+            self._rejected(i, verdict)
+        else:  # the candidate's own sizes are as right as they were
+            self.failures[verdict.kind.value] += 1
+            why = verdict.witness or verdict.bound
+            self.notes.append(f"candidate {i} at {item.variant}: {verdict.kind.value}: {why}")
         return False
 
 
