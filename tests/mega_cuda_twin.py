@@ -143,7 +143,8 @@ class TwinKernel:
 
     def run(self, argument: ctypes.Structure) -> float:
         """Run all fibers."""
-        self.library.twin_run(ctypes.byref(argument), self.blocks, self.threads, self.order)
+        stuck = self.library.twin_run(ctypes.byref(argument), self.blocks, self.threads, self.order)
+        assert not stuck, "the threads of a kernel wait for each other"
         return 1e-3
 
     def close(self) -> None:

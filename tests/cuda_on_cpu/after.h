@@ -17,25 +17,30 @@ extern "C" int twin_run(const om_launch *launch, int blocks, int threads, int or
   twin_launch = launch, twin_threads = threads;
   twin_blocks.assign(blocks, twin_block());
   twin_fibers.assign((size_t)blocks * threads, twin_fiber());
-  std::vector<char> stacks(STACK * twin_fibers.size() + 64), memory((size_t)blocks * TWIN_BYTES + 128, (char)0xff);
+  const std::unique_ptr<char[]> stacks(new char[STACK * twin_fibers.size() + 64]); /* not filled: most is never touched */
+  std::vector<char> memory((size_t)blocks * TWIN_BYTES + 128, (char)0xff);
   char *const first = (char *)(((uintptr_t)memory.data() + 127) / 128 * 128);
   for (int b = 0; b < blocks; b++) twin_blocks[b].memory = first + (size_t)b * TWIN_BYTES, twin_blocks[b].warps.resize(threads / 32);
   for (size_t i = 0; i < twin_fibers.size(); i++) {
-    void **top = (void **)(((uintptr_t)stacks.data() + STACK * (i + 1)) / 16 * 16 - 8); /* as a call leaves it */
+    void **top = (void **)(((uintptr_t)stacks.get() + STACK * (i + 1)) / 16 * 16 - 8); /* as a call leaves it */
     *--top = (void *)twin_body;
     top -= 6;
-    twin_fibers[i] = {top, (int)(i / threads), (int)(i % threads), false};
+    twin_fibers[i] = {top, (int)(i / threads), (int)(i % threads), false, nullptr, 0};
   }
   size_t left = twin_fibers.size();
-  for (size_t round = 0; left; round++)
+  while (left) {
+    bool moved = false;
     for (size_t k = 0; k < twin_fibers.size(); k++) { /* `order` 1: blocks and threads from the last */
       const size_t i = order ? twin_fibers.size() - 1 - k : k;
       twin_fiber &f = twin_fibers[i];
-      if (f.done) continue;
+      if (twin_idle(f)) continue;
+      moved = true, f.watched = nullptr;
       twin_now = i, blockIdx.x = f.block, threadIdx.x = f.thread;
       twin_enter(f.block);
       twin_switch(&twin_home, f.stack);
-      if (twin_fibers[i].done) left--;
+      if (f.done) left--;
     }
+    if (!moved) return 1; /* they wait for each other */
+  }
   return 0;
 }

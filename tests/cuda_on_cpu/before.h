@@ -1,5 +1,5 @@
 /* A CUDA kernel's text as ordinary C++: every thread of every block is a fiber of one host thread, run in turn; each
- * wait gives the turn away. Built for the megakernel's tests (tests/mega_cuda_twin.py turns its asm statements into the
+ * wait gives the turn away, and who waits for a count of others gets no turn before it changes. Built for the megakernel's tests (tests/mega_cuda_twin.py turns its asm statements into the
  * functions `ptx_*` below): slow, deterministic, and the same text that a GPU's compiler gets.
  */
 #include <cmath>
@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <vector>
 
 #define __device__
@@ -44,9 +45,14 @@ static inline int atomicCAS(int *at, int want, int v) { int old = *at; if (old =
 /* ---- fibers ---- */
 struct twin_index { int x; };
 static twin_index threadIdx, blockIdx;
-struct twin_warp { unsigned slots[32][8], seen[32][8]; int arrived; unsigned turn; };
+struct twin_warp {
+  unsigned slots[32][8], seen[32][8];
+  double left[16][32], right[8][32]; /* a product's operands, by row and by column */
+  int arrived;
+  unsigned turn;
+};
 struct twin_block { char *memory; int barred; unsigned turn; std::vector<twin_warp> warps; };
-struct twin_fiber { void *stack; int block, thread; bool done; };
+struct twin_fiber { void *stack; int block, thread; bool done; const unsigned *watched; unsigned passed; };
 static std::vector<twin_block> twin_blocks;
 static std::vector<twin_fiber> twin_fibers;
 static size_t twin_now;
@@ -62,20 +68,25 @@ __asm__(".text\n.globl twin_switch\ntwin_switch:\n"
         "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n");
 
 static __attribute__((noinline)) void twin_yield() { twin_switch(&twin_fibers[twin_now].stack, twin_home); }
+/* Waits until `turn` has passed: a round of the fibers skips this one as long as it has not. */
+static void twin_wait(const unsigned &turn, unsigned passed) {
+  twin_fibers[twin_now].watched = &turn, twin_fibers[twin_now].passed = passed;
+  twin_yield();
+}
+static inline bool twin_idle(const twin_fiber &f) { return f.done || (f.watched && *f.watched == f.passed); }
 static inline twin_warp &twin_w() { return twin_mine->warps[threadIdx.x / 32]; }
 
-/* All 32 lanes bring up to 8 words and see everybody's. */
-static const unsigned (*twin_meet(const unsigned *v, int n))[8] {
+/* All 32 lanes bring up to 8 words; the last one does `joined` on them for everybody. */
+template <class Joined> static twin_warp &twin_join(const unsigned *v, int n, Joined joined) {
   twin_warp &w = twin_w();
   memcpy(w.slots[threadIdx.x % 32], v, 4 * n);
-  const unsigned turn = w.turn;
-  if (++w.arrived == 32) {
-    memcpy(w.seen, w.slots, sizeof w.seen);
-    w.arrived = 0, w.turn++;
-  } else {
-    while (twin_w().turn == turn) twin_yield();
-  }
-  return twin_w().seen;
+  if (++w.arrived == 32) joined(w), w.arrived = 0, w.turn++;
+  else twin_wait(w.turn, w.turn);
+  return w;
+}
+/* All 32 lanes bring up to 8 words and see everybody's. */
+static const unsigned (*twin_meet(const unsigned *v, int n))[8] {
+  return twin_join(v, n, [](twin_warp &w) { memcpy(w.seen, w.slots, sizeof w.seen); }).seen;
 }
 static inline void __syncwarp() { twin_meet(nullptr, 0); }
 template <class T> static T twin_shuffle(T v, int from) {
@@ -92,9 +103,8 @@ template <class T> static T __shfl_down_sync(unsigned, T v, int d) {
   return twin_shuffle(v, lane + d < 32 ? lane + d : lane);
 }
 static void twin_bar(int threads) {
-  const unsigned turn = twin_mine->turn;
   if (++twin_mine->barred == threads) twin_mine->barred = 0, twin_mine->turn++;
-  else while (twin_mine->turn == turn) twin_yield();
+  else twin_wait(twin_mine->turn, twin_mine->turn);
 }
 static int twin_threads;
 static void __syncthreads() { twin_bar(twin_threads); }
@@ -179,31 +189,37 @@ static void ptx_movmatrix(t32 &r, t32 x) { /* lane (g, q): row g, columns 2 q an
   for (int e = 0; e < 2; e++) out |= (all[(2 * q + e) * 4 + g / 2][0] >> 16 * (g % 2) & 0xffff) << 16 * e;
   r = out;
 }
+/* Elements of an operand's register: two of 16 bits, or four of 8. */
+static void twin_spread(double *to, t32 x, bool bf16) { to[0] = twin_wide(x & 0xffff, bf16), to[1] = twin_wide(x >> 16, bf16); }
+static void twin_spread(double *to, t32 x) { for (int e = 0; e < 4; e++) to[e] = (signed char)(x >> 8 * e); }
+/* Lane (g, q), register r: A's row g + 8 (r % 2), B's column g; the words q + 4 (r / 2) and q + 4 (r - 4) of it. */
+template <class... Kind> static twin_warp &twin_operands(const t32 (&v)[6], Kind... kind) {
+  return twin_join(v, 6, [&](twin_warp &w) {
+    constexpr int wide = sizeof...(kind) ? 2 : 4;
+    for (int lane = 0; lane < 32; lane++)
+      for (int r = 0; r < 6; r++) {
+        double *const row = r < 4 ? w.left[lane / 4 + r % 2 * 8] : w.right[lane / 4];
+        twin_spread(row + wide * (lane % 4 + 4 * (r < 4 ? r / 2 : r - 4)), w.slots[lane][r], kind...);
+      }
+  });
+}
 static void twin_mma(float &c0, float &c1, float &c2, float &c3, const t32 (&v)[6], bool bf16) {
-  const t32(*all)[8] = twin_meet(v, 6);
+  const twin_warp &w = twin_operands(v, bf16);
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  float *const c[4] = {&c0, &c1, &c2, &c3};
-  for (int i = 0; i < 4; i++) {
-    const int row = g + i / 2 * 8, col = 2 * q + i % 2;
-    double sum = *c[i];
-    for (int k = 0; k < 16; k++) { /* A: register 2 (k / 8) + row / 8; B: register k / 8 */
-      const t32 a = all[row % 8 * 4 + k % 8 / 2][k / 8 * 2 + row / 8], b = all[col * 4 + k % 8 / 2][4 + k / 8];
-      sum += (double)twin_wide(a >> 16 * (k % 2) & 0xffff, bf16) * twin_wide(b >> 16 * (k % 2) & 0xffff, bf16);
-    }
-    *c[i] = (float)sum;
-  }
+  const double *const a = w.left[g], *const b = w.left[g + 8], *const x = w.right[2 * q], *const y = w.right[2 * q + 1];
+  double s0 = c0, s1 = c1, s2 = c2, s3 = c3;
+  for (int k = 0; k < 16; k++) s0 += a[k] * x[k], s1 += a[k] * y[k], s2 += b[k] * x[k], s3 += b[k] * y[k];
+  c0 = (float)s0, c1 = (float)s1, c2 = (float)s2, c3 = (float)s3;
 }
 static void ptx_mma_s8(int &c0, int &c1, int &c2, int &c3, t32 r0, t32 r1, t32 r2, t32 r3, t32 r4, t32 r5) {
   const t32 v[6] = {r0, r1, r2, r3, r4, r5};
-  const t32(*all)[8] = twin_meet(v, 6);
+  const twin_warp &w = twin_operands(v);
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   int *const c[4] = {&c0, &c1, &c2, &c3};
   for (int i = 0; i < 4; i++) {
-    const int row = g + i / 2 * 8, col = 2 * q + i % 2;
-    for (int k = 0; k < 32; k++) { /* A: register 2 (k / 16) + row / 8; B: register k / 16 */
-      const t32 a = all[row % 8 * 4 + k % 16 / 4][k / 16 * 2 + row / 8], b = all[col * 4 + k % 16 / 4][4 + k / 16];
-      *c[i] += (signed char)(a >> 8 * (k % 4)) * (signed char)(b >> 8 * (k % 4));
-    }
+    double sum = *c[i]; /* exact */
+    for (int k = 0; k < 32; k++) sum += w.left[g + i / 2 * 8][k] * w.right[2 * q + i % 2][k];
+    *c[i] = (int)sum;
   }
 }
 static void ptx_redux_max(t32 &r, t32 v) {

@@ -20,9 +20,8 @@ static void twin_sync() {
 #define __threadfence()
 static void ptx_group_bar(int id, int threads) {
   twin_named &b = twin_states[twin_number].bars[id];
-  const unsigned turn = b.turn;
   if (++b.arrived == threads) b.arrived = 0, b.turn++;
-  else while (b.turn == turn) twin_yield();
+  else twin_wait(b.turn, b.turn);
 }
 static twin_named twin_cluster;
 static std::vector<unsigned> twin_arrived; /* by thread: the turn of the cluster's barrier that it waits for */
@@ -193,7 +192,8 @@ extern "C" int twin_run(void **arguments, int blocks, int cluster, int threads, 
   constexpr size_t STACK = 256 << 10;
   const int all = cluster * threads;
   twin_arguments = arguments, twin_threads = threads, twin_lazy = lazy;
-  std::vector<char> stacks(STACK * all + 64), memory((size_t)cluster * TWIN_BYTES + 1024);
+  const std::unique_ptr<char[]> stacks(new char[STACK * all + 64]); /* not filled: most is never touched */
+  std::vector<char> memory((size_t)cluster * TWIN_BYTES + 1024);
   char *const start = (char *)(((uintptr_t)memory.data() + 1023) / 1024 * 1024);
   for (int first = 0; first < blocks; first += cluster) {
     memset(start, 0xff, (size_t)cluster * TWIN_BYTES); /* not a number */
@@ -205,22 +205,24 @@ extern "C" int twin_run(void **arguments, int blocks, int cluster, int threads, 
     twin_boxes.assign(cluster, {}), twin_cluster = twin_named(), twin_arrived.assign(all, 0);
     twin_copies.assign(all, {{}}), twin_products.assign(all, {{}}), twin_fibers.assign(all, twin_fiber());
     for (int i = 0; i < all; i++) {
-      void **top = (void **)(((uintptr_t)stacks.data() + STACK * (i + 1)) / 16 * 16 - 8); /* as a call leaves it */
+      void **top = (void **)(((uintptr_t)stacks.get() + STACK * (i + 1)) / 16 * 16 - 8); /* as a call leaves it */
       *--top = (void *)twin_body;
       top -= 6;
-      twin_fibers[i] = {top, i / threads, i % threads, false};
+      twin_fibers[i] = {top, i / threads, i % threads, false, nullptr, 0};
     }
     for (int left = all, round = 0; left; round++) {
-      if (round > 1000000) return 1; /* they wait for each other */
+      bool moved = false;
       for (int k = 0; k < all; k++) {
         const int i = order ? all - 1 - k : k;
         twin_fiber &f = twin_fibers[i];
-        if (f.done) continue;
+        if (twin_idle(f)) continue;
+        moved = true, f.watched = nullptr;
         twin_now = i, blockIdx.x = first + f.block, threadIdx.x = f.thread;
         twin_enter(f.block);
         twin_switch(&twin_home, f.stack);
-        if (twin_fibers[i].done) left--;
+        if (f.done) left--;
       }
+      if (!moved || round > 1000000) return 1; /* they wait for each other */
     }
   }
   return 0;

@@ -168,6 +168,31 @@ def _synth_cuda(
     _write_json(json_file, made.plan.manifest())
 
 
+def _synth_cpu(
+    model: Path, device: str, batch: int, context: int | None, weights: str, cores: int | None,
+    profile: int, output: Path, json_file: Path | None,
+) -> None:  # fmt: skip
+    with Display() as progress:
+        made = synthesise(
+            model, device=device, batch=batch, context=context, weights=weights, cores=cores,
+            profile=profile, progress=progress,
+        )  # fmt: skip
+    write_plan(made.plan, output)
+    rows = [
+        (str(p.rank), p.note, show_us(p.predicted * 1e6), show_us(p.seconds * 1e6))
+        for p in made.profiled
+    ]
+    console = stdout()
+    console.print(rows_table(("rank", "schedule", "predicted us", "measured us"), rows, left=2))
+    seconds = made.plan.measured["step_seconds"]
+    rate = made.plan.measured["step_bytes"] / seconds / 1e9
+    console.print(
+        f"{output}: {seconds * 1e3:.3f} ms a step ({1 / seconds:.0f} tokens/s a sequence, "
+        f"{rate:.1f} GB/s), synthesised in {made.seconds:.1f} s"
+    )
+    _write_json(json_file, made.plan.manifest())
+
+
 def synth(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL_DIR", help="config.json and *.safetensors.")
@@ -221,7 +246,6 @@ def synth(
 ) -> None:
     """Synthesise a megakernel for a model: one program that runs whole decode steps."""
     require_directory(model)
-    console = stdout()
     machine = machine_of(device)
     _check_search_options(machine, cores, explain_only, ir_pass, checkpoint, resume, timeline)
     if explain_only:
@@ -245,25 +269,7 @@ def synth(
         work = workload_of(read_config(model), batch, context, weights or "bf16", model)
         _synth_cuda(model, work, machine, cores, profile, checkpoint, resume, output, json_file)
         return
-    with Display() as progress:
-        made = synthesise(
-            model, device=device, batch=batch, context=context, weights=weights or "fp32",
-            cores=cores,
-            profile=profile, progress=progress,
-        )  # fmt: skip
-    write_plan(made.plan, output)
-    rows = [
-        (str(p.rank), p.note, show_us(p.predicted * 1e6), show_us(p.seconds * 1e6))
-        for p in made.profiled
-    ]
-    console.print(rows_table(("rank", "schedule", "predicted us", "measured us"), rows, left=2))
-    seconds = made.plan.measured["step_seconds"]
-    rate = made.plan.measured["step_bytes"] / seconds / 1e9
-    console.print(
-        f"{output}: {seconds * 1e3:.3f} ms a step ({1 / seconds:.0f} tokens/s a sequence, "
-        f"{rate:.1f} GB/s), synthesised in {made.seconds:.1f} s"
-    )
-    _write_json(json_file, made.plan.manifest())
+    _synth_cpu(model, device, batch, context, weights or "fp32", cores, profile, output, json_file)
 
 
 def _prompt(plan: Plan, text: str | None, ids: str | None, folder: Path) -> list[int]:
