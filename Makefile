@@ -7,9 +7,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BASE := $(VENV)/.stamp-base
 TORCH := $(VENV)/.stamp-torch
+NVRTC := $(VENV)/.stamp-nvrtc
 WORKERS ?= 2
+# The static checks run while torch is installed.
+MAKEFLAGS += --jobs=2
 
-.PHONY: help demo test lint bench bench-gpu fuzz lock clean
+.PHONY: help demo test alone lint bench bench-gpu fuzz lock clean
 
 help:
 	@echo "make demo   superoptimize an attention on this CPU, then synthesise a small model's decode and generate text"
@@ -35,6 +38,11 @@ $(TORCH): $(BASE) requirements-torch.lock
 	$(PIP) install -r requirements-torch.lock || echo "torch could not be installed; going on without it"
 	@touch $@
 
+$(NVRTC): $(TORCH) requirements-cuda.lock
+	@echo "installing NVRTC, to compile CUDA kernels (where it cannot be had, tests use nvcc, or are skipped)"
+	$(PIP) install -r requirements-cuda.lock || echo "NVRTC could not be installed; going on without it"
+	@touch $@
+
 DEMO := out/demo
 
 demo: $(BASE) $(DEMO)/plan
@@ -50,9 +58,12 @@ $(DEMO)/model/config.json: $(BASE)
 $(DEMO)/plan: $(DEMO)/model/config.json
 	@$(BIN)/obelisk synth $(DEMO)/model --device cpu --context 256 -o $(DEMO)/plan
 
-test: $(TORCH) lint
-	$(BIN)/python -m pytest -m alone
-	$(BIN)/python -m pytest -m "not alone" -n $(WORKERS)
+test: alone lint
+	$(BIN)/python -m pytest -m "not alone" -n $(WORKERS) --dist worksteal
+
+# By their files: collecting all the others takes longer than these tests.
+alone: $(TORCH) $(NVRTC)
+	$(BIN)/python -m pytest -m alone $$(grep -rl --include="test_*.py" "mark\.alone" tests)
 
 lint: $(BASE)
 	$(BIN)/ruff check .

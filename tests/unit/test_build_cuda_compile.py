@@ -5,6 +5,9 @@ Needs NVRTC or nvcc; skipped loudly where there is neither.
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,20 @@ try:
     toolchain()
 except MissingDependency as missing:
     pytest.skip(f"no CUDA compiler here: {missing}", allow_module_level=True)
+
+
+@pytest.fixture(params=["nvrtc", "nvcc"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each of the two compilers; skipped where it is not here. All other tests take NVRTC."""
+    if request.param == "nvcc":
+        if shutil.which("nvcc") is None:
+            pytest.skip("nvcc is not here")
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+        toolchain.cache_clear()
+    elif not toolchain().startswith("nvrtc"):
+        pytest.skip("NVRTC is not here")
+    yield
+    toolchain.cache_clear()
 
 
 def check(sources: dict[str, tuple[int, int]], machine: Machine) -> None:
@@ -64,6 +81,13 @@ def test_fused_kernels_compile_within_limits(machine: Machine) -> None:
         for kernel in lower_cuda(graphs[name], machine, options).kernels:
             sources[kernel.source] = (kernel.threads, kernel.shared)
     check(sources, machine)
+
+
+@pytest.mark.usefixtures("either")
+def test_both_compilers_build_a_fused_kernel() -> None:
+    machine = find("h200")
+    kernels = lower_cuda(fused()["attention norm"], machine).kernels
+    check({k.source: (k.threads, k.shared) for k in kernels}, machine)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.arch)
@@ -99,6 +123,7 @@ def test_every_kernel_of_the_named_programs_compiles_within_limits(machine: Mach
     check(sources, machine)
 
 
+@pytest.mark.usefixtures("either")
 def test_a_cubin_is_built_once(tmp_path: Path) -> None:
     first = compile_cuda(SMALL, "sm_90a", directory=tmp_path)
     again = compile_cuda(SMALL, "sm_90a", directory=tmp_path)
@@ -110,6 +135,7 @@ def test_a_cubin_is_built_once(tmp_path: Path) -> None:
     assert other.path != first.path
 
 
+@pytest.mark.usefixtures("either")
 def test_equal_texts_are_compiled_once_and_failures_end_nothing(tmp_path: Path) -> None:
     bad = SMALL.replace("1.0f", "nonsense")
     answers = compile_cuda_many([SMALL, bad, SMALL], "sm_80", directory=tmp_path)
@@ -120,6 +146,7 @@ def test_equal_texts_are_compiled_once_and_failures_end_nothing(tmp_path: Path) 
     assert "nonsense" in Path(answers[1].log).read_text()
 
 
+@pytest.mark.usefixtures("either")
 def test_a_damaged_entry_is_built_again(tmp_path: Path) -> None:
     first = compile_cuda(SMALL, "sm_80", directory=tmp_path)
     (first.path.parent / "resources.json").write_text("{")

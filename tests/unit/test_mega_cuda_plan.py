@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -77,15 +78,13 @@ def test_other_devices_are_refused_by_name() -> None:
     )
 
 
-def test_without_a_device_nothing_is_loaded(tmp_path: Path) -> None:
+def test_without_bindings_nothing_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clear error, not a crash; and an unknown target is named."""
     write_plan(plan_of(), tmp_path / "plan")
-    try:
-        import cuda.bindings  # noqa: F401
-
-        pytest.skip("CUDA's bindings are here: this test is for machines without")
-    except ImportError:
-        pass
+    for name in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependency, match=r"obelisk\[cuda\]"):
         load_session(tmp_path / "plan")
     assert matching_device(H200, 1) is None
