@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests import fake_cuda
 from tests.mega_gptq import save_gptq
 from tests.mega_models import config, random_tensors, save_model
 from typer.testing import CliRunner
@@ -90,6 +91,22 @@ def test_without_bindings_nothing_is_loaded(
     assert matching_device(H200, 1) is None
     with pytest.raises(UserError, match="not for tpu"):
         load_session(plan_of(target="tpu"))
+
+
+def test_without_a_driver_there_is_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bindings alone, as where plans are made for other machines: no device, and no crash."""
+
+    def nothing(_: int) -> Any:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    device = fake_cuda.install(lambda name, made: monkeypatch.setitem(sys.modules, name, made))
+    device.cuInit = nothing  # type: ignore[attr-defined]
+    write_plan(plan_of(), tmp_path / "plan")
+    with pytest.raises(UserError, match="no CUDA device here"):
+        load_session(tmp_path / "plan")
+    assert matching_device(H200, 1) is None
 
 
 def test_the_launch_record_is_the_kernels() -> None:

@@ -45,7 +45,11 @@ class Device:
     def __init__(self) -> None:
         """Raises `UserError` where there is no device, `MissingDependency` without bindings."""
         cu = self.cu = driver()
-        if int(cu.cuInit(0)[0]) != 0 or int(check(cu.cuDeviceGetCount(), "counting devices")) == 0:
+        try:
+            started = int(cu.cuInit(0)[0]) == 0
+        except RuntimeError:  # bindings without a driver: its library is loaded by the first call
+            started = False
+        if not started or int(check(cu.cuDeviceGetCount(), "counting devices")) == 0:
             raise UserError(
                 "no CUDA device here: this plan needs one (synthesise with --device cpu)"
             )
