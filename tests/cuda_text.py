@@ -69,14 +69,26 @@ def asm_called(text: str, call: Callable[[str, list[str], list[str]], str]) -> s
     return "".join([*out, text[at:]])
 
 
-def library(text: str, folder: Path) -> Path:
-    """The library of a C++ text, built where it is not there yet."""
-    name = folder / hashlib.sha256(text.encode()).hexdigest()[:24]
-    made = name.with_suffix(".so")
+def _built(text: str, folder: Path, ending: str, *flags: str) -> Path:
+    """What g++ makes of a C++ text, where it is not there yet."""
+    name = folder / hashlib.sha256("\n".join([text, *flags]).encode()).hexdigest()[:24]
+    made = name.with_suffix(ending)
     if not made.is_file():
         name.with_suffix(".cpp").write_text(text)
         subprocess.run(
-            ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-fPIC", "-shared", "-w",
-             "-Wno-psabi", "-o", str(made), str(name.with_suffix(".cpp"))], check=True, timeout=280,
+            ["g++", "-std=c++17", "-O1", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden",
+             "-w", "-Wno-psabi", "-o", str(made), str(name.with_suffix(".cpp")), *flags],
+            check=True, timeout=280,
         )  # fmt: skip
     return made
+
+
+def library(text: str, folder: Path, runner: str, room: int) -> Path:
+    """The library of a C++ text and of what runs it, a text in cuda_on_cpu that is compiled once
+    for all; `room` is the bytes of a block's shared memory. Built where it is not there yet.
+    """
+    texts = "".join(p.read_text() for p in sorted(HERE.iterdir()))
+    again = hashlib.sha256(texts.encode()).hexdigest()[:24]  # when a header changes
+    flags = ("-c", f"-I{HERE}", f"-DTWIN_BYTES={room}", f"-DTWIN_{again}")
+    runs = _built(f'#include "{runner}"\n', folder, ".o", *flags)
+    return _built(text, folder, ".so", "-shared", str(runs))

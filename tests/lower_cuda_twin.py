@@ -79,17 +79,18 @@ def twin_source(kernel: CudaKernel, arch: int) -> str:
     for i, parameter in enumerate(header[1].split(", ")):
         kind = re.sub(r"\w+$", "", parameter.replace("__grid_constant__", "")).strip()
         given.append(f"*({kind.replace('const ob_map', 'ob_map')} *)twin_arguments[{i}]")
-    call = f"static void twin_call() {{ obelisk_kernel({', '.join(given)}); }}"
+    call = f"void twin_body() {{ obelisk_kernel({', '.join(given)}); twin_end(); }}"
     parts = [
-        (HERE / "before.h").read_text(), f"#define TWIN_BYTES {ARENA + STATIC * STATICS}",
-        (HERE / "fragments.h").read_text(), text, call,
+        (HERE / "before.h").read_text(), (HERE / "fragments.h").read_text(), text, call,
     ]  # fmt: skip
     return "\n".join(parts)
 
 
 def build(kernel: CudaKernel, folder: Path, arch: int) -> ctypes.CDLL:
     """A library that runs the kernel."""
-    return ctypes.CDLL(str(library(twin_source(kernel, arch), folder)))
+    return ctypes.CDLL(
+        str(library(twin_source(kernel, arch), folder, "fragments.cpp", ARENA + STATIC * STATICS))
+    )
 
 
 class Stuck(Exception):

@@ -67,14 +67,14 @@ def twin_source(source: str) -> str:
     body = asm_called(text, _call)
     parts = [
         (HERE / "before.h").read_text(), f"#define TWIN_SHARED {SHARED_ROOM}",
-        f"#define TWIN_BYTES {BLOCK_ROOM}", body, (HERE / "after.h").read_text(),
+        body, (HERE / "after.h").read_text(),
     ]  # fmt: skip
     return "\n".join(parts)
 
 
 def build_twin(source: str, folder: Path) -> bytes:
     """The path of a library, as bytes: a plan's binary for `TwinKernel`."""
-    return str(library(twin_source(source), folder)).encode()
+    return str(library(twin_source(source), folder, "mega.cpp", BLOCK_ROOM)).encode()
 
 
 class TwinDevice:
