@@ -33,7 +33,6 @@ ACROSS = 2  # slots up to which the digits of an input are columns of one produc
 MAX_HEADS = 8  # query heads that attention takes at a time: the n of m16n8k16
 HEAD_REGISTERS = 96  # of a lane, for keys, values and sums of fp32 attention: more are spilled
 MAX_STAGES = 64
-MAX_LOOKS = 8  # 16-byte words from other blocks that a lane looks at together
 CUTS = (1, 2, 4, 8)  # parts of a chunk, each for one warp
 SLAB_COST, FLUSH_COST = 2.0, 12.0  # of 32 columns, and of handing sums over, in multiplications
 NARROW_COST, SPREAD_COST = 1.0, 10.0  # of 32 columns of 4 or 8 bits, and where warps meet once
@@ -105,8 +104,6 @@ class GpuTiling:
             else they are read a second time.
         spread: every warp has the same columns of all of a block's units of narrow weights, where
             that comes out even.
-        own: where all of a layer's products are spread, and for one slot: a warp makes the inputs
-            of its own columns, and the block's warps meet once a product.
         direct: a layer's products take their inputs from what other blocks wrote into registers, K
             shared out between the warps, with one barrier each (batch 1, bf16): no input lies in
             shared memory.
@@ -138,7 +135,6 @@ class GpuTiling:
     fenced: bool = True
     kept: bool = False
     spread: bool = False
-    own: bool = False
     direct: bool = False
     look_first: bool = True
     slab_cols: int = K_BLOCK
@@ -454,9 +450,9 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     rows = max(max(parts) // slab * size, parts[0] // outer * head)
     inputs = align(max(rows, attention_bytes(model, work, t.warps)), 128)
     found = products(model, work.batch, t).values()
-    sums = align(max(p.sums(work.batch, t) for p in found), 128) * (2 if t.own else 1)
+    sums = align(max(p.sums(work.batch, t) for p in found), 128)
     tiles = -(-tile_count(model.hidden) * max(t.o_split, t.down_split) // t.blocks) + 1
-    residual = align(4 * TILE_ROWS * work.batch * tiles, 128) * (2 if t.own else 1)
+    residual = align(4 * TILE_ROWS * work.batch * tiles, 128)
     staged = t.staged * 32 * query_stride(model.head_dim)
     direct = 0
     if t.direct:  # two places in turn: sums of units, and of squares
@@ -464,18 +460,6 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
         direct = align(2 * 4 * t.warps * (TILE_ROWS * units + 1), 128) + residual
     ring = t.stages * t.chunk_bytes
     return SharedPlan(inputs, sums, residual, ring, staged=staged, direct=direct)
-
-
-def refuse_own(model: ModelConfig, work: Workload, t: GpuTiling) -> str | None:
-    """Why warps cannot make their own inputs; None when they can."""
-    apart = [n for n, p in products(model, work.batch, t).items() if n != "head" and not p.spread]
-    if work.batch > 1 or apart:
-        return f"own inputs: batch {work.batch}, not spread: {', '.join(apart) or 'none'}"
-    slabs = t.padded(model.hidden) // t.slab_cols // t.warps * max(t.o_split, t.down_split)
-    eights = -(-t.padded(model.ffn) // t.down_split // t.slab_cols // t.warps // 2)
-    if max(slabs, eights) > MAX_LOOKS:
-        return f"own inputs: {max(slabs, eights)} looks of a lane at a time, at most {MAX_LOOKS}"
-    return None
 
 
 def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> str | None:
@@ -509,8 +493,6 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.stages} stages for {t.warps} warps: each warp needs a slot of its own"
     if not 1 <= min(t.in_flight, t.in_flight_waiting) <= max(t.in_flight, 1) <= t.stages:
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
-    if t.own and (why := refuse_own(model, work, t)):
-        return why
     if t.direct and (work.batch > 1 or work.weights is not WeightFormat.BF16):
         return "direct products are for batch 1 and bf16"
     if t.direct and t.rounded:

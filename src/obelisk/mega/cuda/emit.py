@@ -46,7 +46,7 @@ SPANS = (
 )  # fmt: skip
 WAITS = (*EDGES, "token", "step")
 TEXTS = (
-    "base.cuh", "weights.cuh", "weights32.cuh", "ring.cuh", "digits.cuh", "fill.cuh", "own.cuh",
+    "base.cuh", "weights.cuh", "weights32.cuh", "ring.cuh", "digits.cuh", "fill.cuh",
     "attend32.cuh", "attend.cuh", "sample.cuh", "step.cuh", "direct.cuh",
 )  # fmt: skip
 ONCE = ("best", "token", "logits")  # exchanged once a step, behind what every layer exchanges
@@ -225,7 +225,7 @@ def _defines(
     side = direct_units(model, work.batch, t)
     ring = plan.dynamic - plan.ring
     summed = ring - plan.direct
-    if 4 * kept * work.batch > plan.residual // (2 if t.own else 1):
+    if 4 * kept * work.batch > plan.residual:
         raise InternalError("a block keeps more rows of the residual stream than were planned")
     values: dict[str, int | str] = {
         "BF16": int(work.weights is WeightFormat.BF16), "BULK": int(t.bulk),
@@ -263,8 +263,7 @@ def _defines(
         **{f"{n.upper()}_TOGETHER": units for n, units in side.items()},
         **{f"{n.upper()}_MOST": -(-cut[n].units // t.blocks) for n in side},
         "HELD": int(t.held), "MASS_BESIDE": int(t.mass_beside),
-        "FENCED": int(t.fenced), "KEPT": int(t.kept), "OWN": int(t.own),
-        "OWN_SUMS": plan.sums // 2, "OWN_RESIDUAL": plan.residual // 2,
+        "FENCED": int(t.fenced), "KEPT": int(t.kept),
         "AT_RING": ring, "RESIDUAL_ROWS": kept,
         **_weights(layout),
         **{f"PLACE_{n.upper()}": at for n, at in places.items()}, "APART": 0,

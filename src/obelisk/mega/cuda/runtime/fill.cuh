@@ -424,7 +424,6 @@ struct om_out { /* what they share: `early` reads before the product, so that it
   struct Extra { /* of the lane's two rows; `scale`: of 8-bit weights alone */
     float2 bias, scale;
   };
-  static constexpr int PLACE = 0; /* where warps leave sums for each other, in a spread product with own inputs */
   const om_state &s;
   char *values;
   const float *bias, *scales;
@@ -440,12 +439,10 @@ struct om_out { /* what they share: `early` reads before the product, so that it
     if (scales) x.scale = rows(scales, unit);
     return x;
   }
-  __device__ __forceinline__ void late() {} /* what is known when all warps have met */
 };
 
 struct om_out_qkv : om_out {
   float2 root;
-  __device__ __forceinline__ void late() { root.x = om_root(0); }
   __device__ __forceinline__ void put(int unit, const float (&v)[4], float2 b) const {
     const int quad = s.quad(), row = (first + unit) * 16 + s.row();
 #pragma unroll
@@ -461,7 +458,6 @@ struct om_out_qkv : om_out {
 };
 
 struct om_out_residual : om_out { /* the part with the stream itself adds it, and the bias */
-  static constexpr int PLACE = 1;
   float *residual; /* null for other parts */
   int kept; /* first row that is kept */
   __device__ __forceinline__ void put(int unit, const float (&v)[4], float2 b) const {
@@ -487,7 +483,6 @@ struct om_out_residual : om_out { /* the part with the stream itself adds it, an
 
 struct om_out_up : om_out { /* rows 0 to 7 of a tile are gates, 8 to 15 the same elements of up */
   float2 root;
-  __device__ __forceinline__ void late() { root.x = om_root(0); }
   __device__ __forceinline__ void put(int unit, const float (&v)[4], float2 b) const {
     const int quad = s.quad(), row = s.row();
 #pragma unroll

@@ -415,10 +415,9 @@ __device__ __forceinline__ void om_product_spread(om_state &s, int units, Out &o
   using Spread = om_spread<BITS, BLOCKS_K, CHUNK, CUTS, MOST>;
   static_assert(sizeof om.full == 8 * OM_STAGES, "empty lies behind full");
   const int warp = s.warp();
-  float *const sums = (float *)(om_memory + OM_AT_SUMS + (OM_OWN ? Out::PLACE * OM_OWN_SUMS : 0)) + s.row();
+  float *const sums = (float *)(om_memory + OM_AT_SUMS) + s.row();
   typename Out::Extra extra;
   if (warp < units) extra = out.early(warp);
-  if (OM_OWN) __syncwarp(); /* the warp's own inputs are there */
   const Spread spread(s);
 #pragma unroll 1
   for (int unit = 0; unit < units; unit += Spread::UNITS)
@@ -428,7 +427,6 @@ __device__ __forceinline__ void om_product_spread(om_state &s, int units, Out &o
       spread.template multiply<1>(unit, sums);
   s.chunk += units * Spread::CHUNKS;
   om_sync();
-  if (OM_OWN && warp < units) out.late();
 #pragma unroll 1
   for (int unit = warp; unit < units; unit += OM_WARPS) {
     float v[4];

@@ -22,25 +22,23 @@ __device__ __forceinline__ void om_own(int kind, int turn, int &from, int &to) {
 /* Units of a product that ends in the residual stream, part by part: `fill(part)` makes the inputs. */
 template <int KIND, int BLOCKS_K, int CHUNK, int CUTS, int SPREAD, class Fill>
 __device__ __forceinline__ void om_residual_product(om_state &s, char *values, const float *bias, const float *scales,
-                                                    int residual, int kept, u32 mark, int kind, const Fill &fill) {
+                                                    int kept, u32 mark, int kind, const Fill &fill) {
   const int begin = om_share(KIND, s.turn), end = om_share(KIND, s.turn + 1);
   for (int u = begin; u < end;) {
     const int part = u / OM_HIDDEN_TILES, stop = min(end, (part + 1) * OM_HIDDEN_TILES);
     const u64 t0 = om_stamp(s);
     om_held held;
     if (OM_HELD) om_hold<OM_BITS, BLOCKS_K, CHUNK, CUTS>(s, stop - u, held);
-    if (OM_OWN && u > begin) om_sync(); /* the sums of the part before were read */
     fill(part);
     const u64 t1 = om_span(s, kind - 1, t0);
     om_out_residual out{{s, values + (size_t)part * OM_PART_BYTES, part ? nullptr : bias,
                          scales, u - part * OM_HIDDEN_TILES, mark},
-                        part ? nullptr : (float *)(om_memory + residual),
+                        part ? nullptr : (float *)(om_memory + OM_AT_RESIDUAL),
                         kept};
     om_product<OM_BITS, BLOCKS_K, CHUNK, CUTS, SPREAD>(s, stop - u, out, held);
     om_span(s, kind, t1);
     u = stop;
   }
-  if (OM_OWN && begin == end) om_sync(); /* warps meet in every product */
 }
 
 
@@ -75,8 +73,6 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   char *const o = own + OM_PLACE_O, *const act = own + OM_PLACE_ACT;
   char *const down = om_stream(own, layers, s.layer);
   const char *const before = om_stream(own - OM_APART, layers + 1, s.layer + 1);
-  constexpr int QKV = OM_QKV_CHUNK / OM_QKV_CUTS, O = OM_O_CHUNK / OM_O_CUTS, UP = OM_UP_CHUNK / OM_UP_CUTS;
-  constexpr int DOWN = OM_DOWN_CHUNK / OM_DOWN_CUTS, SECOND = OM_AT_RESIDUAL + (OM_OWN ? OM_OWN_RESIDUAL : 0);
   int from, to;
 #if OM_STAGED
   om_stage(s);
@@ -88,13 +84,13 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   if (OM_HELD) om_hold<OM_BITS, OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_CUTS>(s, om_units(OM_QKV, s.turn), held);
   float2 root;
   if (s.layer == 0)
-    root = om_norm<QKV, 1, true>(s, before, 0, 0, gain, from, to, OM_AT_RESIDUAL);
+    root = om_fill_norm<OM_BITS, 1, true>(s, before, 0, 0, gain, from, to);
   else
 #if OM_ROUNDED
     root = om_fill_rows<OM_DOWN_SPLIT>(s, before, (tag - 1) & 7, om_stream_use(layers - 1), OM_EDGE_DOWN, from, to);
 #else
-    root = om_norm<QKV, OM_DOWN_SPLIT, false>(s, before, om_down_mark(done, s.layer - 1, tag - 1), OM_EDGE_DOWN, gain,
-                                              from, to, OM_AT_RESIDUAL);
+    root = om_fill_norm<OM_BITS, OM_DOWN_SPLIT, false>(s, before, om_down_mark(done, s.layer - 1, tag - 1), OM_EDGE_DOWN,
+                                                       gain, from, to);
 #endif
   t = om_span(s, OM_SPAN_NORM_IN, t);
   {
@@ -114,8 +110,8 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   float4 early = om_early_gain(s, gain, from, to);
 #endif
   om_residual_product<OM_O, OM_Q_K / OM_O_SPLIT, OM_O_CHUNK, OM_O_CUTS, OM_O_SPREAD>(
-      s, o, om_vector(p, s.layer, OM_AT_O_BIAS), OM_SCALES(p, s.layer, O), OM_AT_RESIDUAL, from, mark, OM_SPAN_O,
-      [&](int part) { om_attention<O>(s, pieces, masses, mark, use, part); });
+      s, o, om_vector(p, s.layer, OM_AT_O_BIAS), OM_SCALES(p, s.layer, O), from, mark, OM_SPAN_O,
+      [&](int part) { om_fill_attention(s, pieces, masses, mark, use, part); });
 #if OM_ROUNDED
   om_end_rows<OM_O_SPLIT>(s, o, gain, early, from, to, mark, use, OM_EDGE_O);
 #endif
@@ -128,7 +124,7 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   root = om_fill_rows<OM_O_SPLIT>(s, o, mark, use, OM_EDGE_O, from, to);
 #else
   gain = om_vector(p, s.layer, OM_AT_NORM_MID);
-  root = om_norm<UP, OM_O_SPLIT, false>(s, o, mark, OM_EDGE_O, gain, from, to, SECOND);
+  root = om_fill_norm<OM_BITS, OM_O_SPLIT, false>(s, o, mark, OM_EDGE_O, gain, from, to);
 #endif
   t = om_span(s, OM_SPAN_NORM_MID, t);
   {
@@ -144,8 +140,8 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   early = om_early_gain(s, gain, from, to);
 #endif
   om_residual_product<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT, OM_DOWN_CHUNK, OM_DOWN_CUTS, OM_DOWN_SPREAD>(
-      s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), OM_SCALES(p, s.layer, DOWN), SECOND, from,
-      om_down_mark(done, s.layer, tag), OM_SPAN_DOWN, [&](int part) { om_act<DOWN>(s, act, use, part); });
+      s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), OM_SCALES(p, s.layer, DOWN), from,
+      om_down_mark(done, s.layer, tag), OM_SPAN_DOWN, [&](int part) { om_fill_act(s, act, use, part); });
 #if OM_ROUNDED
   om_end_rows<OM_DOWN_SPLIT>(s, down, gain, early, from, to, mark, om_stream_use(layers), OM_EDGE_DOWN);
 #endif
