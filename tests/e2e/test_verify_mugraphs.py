@@ -49,7 +49,7 @@ def test_all_190_wrong_graphs_are_refuted_with_a_witness(mugraphs: Path) -> None
         assert "program" in (verdict.witness or "")
         assert "candidate" in (verdict.witness or "")
         assert "malformed" not in (verdict.witness or "")
-    assert spent / len(entries) < 2
+    assert spent / len(entries) < 0.5  # at small sizes: whole ones take over a second each
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -331,19 +331,20 @@ class _Resizer:
         return self.blocks[key]
 
     def laid_as_cut(self, old: BlockGraph, new: BlockGraph) -> None:
-        """Raise where a tile has other extents along a dim that its store lays elsewhere than it
-        was cut: then its blocks' parts would be other parts of the tensor.
+        """Raise where a tile of one element has more along a dim that its store lays elsewhere than
+        it was cut: then its blocks' parts would be other parts of the tensor. (One that had several
+        keeps its parts: a small instance of a wrong graph is wrong in the same way.)
         """
         for before, store in zip(old.stores, new.stores, strict=True):
             for d, cut in enumerate(new.info.splits[store.value]):
                 n, was = store.value.shape[d], before.value.shape[d]
-                if cut is None or cut.axis is None or n in (1, was):
+                if cut is None or cut.axis is None or n == 1 or was != 1:
                     continue
                 place = store.omap[cut.axis]
                 if place is not None and place != d:
                     raise ShapeError(
                         f"dim {d} of a tile, cut by grid axis {cut.axis}, has {n} elements instead "
-                        f"of {was}, but blocks along that axis are laid along dim {place}"
+                        f"of 1, but blocks along that axis are laid along dim {place}"
                     )
 
     def thread(self, scope: Any, chain: Node, shapes: tuple[Shape, ...], loop: int) -> ThreadGraph:
