@@ -44,6 +44,8 @@ MISC_BYTES = 4096  # static shared memory: mbarriers, sums of squares, tokens, b
 BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
 IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the other traffic
 WAITING = 2  # chunks in flight while a block waits
+SLOTS_WAITING = 4  # the same for several slots whose fp32 rows every block reads (2 to ROUNDED)
+O_PARTS = 2  # of a direct output projection at least: a block joins the pieces of half the heads
 STAGED = 4  # warps whose first positions are copied ahead where a model waits more than it streams:
 FEW = 2  # rings of weights in a block's share of a layer, up to which it does
 ROUNDED = (
@@ -592,8 +594,9 @@ def other_default(
 def with_direct(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
 ) -> GpuTiling | None:
-    """A tiling with direct products: the two that may be split along K in the fewest parts, up to
-    `MOST_PARTS`, that leave a warp no more of a unit than it can hold and balance the blocks. A
+    """A tiling with direct products: the two that may be split along K in the fewest parts, from
+    `O_PARTS` for the output projection and up to `MOST_PARTS`, that leave a warp no more of a unit
+    than it can hold and balance the blocks. A
     model that streams more than it waits has all chunks in flight while a block waits. None where
     a product is too wide for that, or something else stands against it.
     """
@@ -602,11 +605,11 @@ def with_direct(
     ring = 2 * t.stages // 3 * t.chunk_cols  # the rest is for what comes next
     most = min(HELD_SLABS * t.warps * K_BLOCK, ring)  # columns of a unit
     tiles, parts = tile_count(model.hidden), []
-    for cols in (model.q_width, model.ffn):
+    for cols, least in ((model.q_width, O_PARTS), (model.ffn, 1)):
         legal = [s for s in t.splits(cols) if s <= MOST_PARTS and t.padded(cols) // s <= most]
         if not legal:
             return None
-        even = [s for s in legal if imbalance(tiles, s, t.blocks) <= DIRECT_BALANCE]
+        even = [s for s in legal if s >= least and imbalance(tiles, s, t.blocks) <= DIRECT_BALANCE]
         parts.append(even[0] if even else min(legal, key=lambda s: imbalance(tiles, s, t.blocks)))
     if t.padded(model.hidden) > most:
         return None
@@ -655,7 +658,8 @@ def default_tiling(
     along K where a block's share would be over 15% above the mean, or where the input rows would
     take over a third of shared memory; the context is cut so that every block has a piece, at most
     8 of them; the ring takes the rest of shared memory, with 48 KB of it in flight, 16 KB while a
-    block waits unless a layer's weights are many rings (such a model is bound by its stream); where
+    block waits, or all (32 KB with several slots) where a layer's weights are many rings (such a
+    model is bound by its stream); where
     they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights). Long
     pieces of the context go through the ring. From 5 slots of bf16 on (a multiple of four layers)
     rows of the residual stream are rounded for all, the down projection's inputs take no more room
@@ -700,8 +704,10 @@ def _plain_default(
     h, q, f = model.hidden, model.q_width, model.ffn
     layer = int(work.weight_bytes * (h * (q + 2 * model.kv_width) + q * h + 3 * h * f)) // count
     streamed = layer > STREAMED * t.stages * t.chunk_bytes
-    fewer = not streamed or rounded
-    t = replace(t, in_flight=flight, in_flight_waiting=min(WAITING, flight) if fewer else flight)
+    waiting = SLOTS_WAITING if work.batch > 1 else flight
+    if not streamed or rounded:
+        waiting = WAITING
+    t = replace(t, in_flight=flight, in_flight_waiting=min(waiting, flight))
     t = replace(t, kv_ring=_cached(model, work, t))
     if layer <= FEW * t.stages * t.chunk_bytes and work.batch == 1 and weight_bits(t) == 16:
         t = _staged(model, work, t, machine)
