@@ -15,7 +15,7 @@ from obelisk.base.errors import Infeasible, MissingDependency
 from obelisk.build.cuda import Resources, compile_cuda, toolchain
 from obelisk.machine import find
 from obelisk.mega.cuda import EmittedCuda, emit_cuda
-from obelisk.schedule.gpu import default_tiling
+from obelisk.schedule.gpu import DIRECT, default_tiling, with_direct
 from obelisk.tasks import WeightFormat, Workload, parse_config
 
 try:
@@ -30,16 +30,18 @@ POPC = 0x309  # in the low bits of an instruction of sm_90
 
 
 def emitted(name: str, work: Workload = WORK) -> EmittedCuda:
-    """The kernel of the smallest model for a machine."""
+    """The kernel of the smallest model for a machine; with direct products where that goes."""
     machine = find(name)
-    return emit_cuda(MODEL, work, default_tiling(MODEL, work, machine), machine)
+    tiling = default_tiling(MODEL, work, machine)
+    return emit_cuda(MODEL, work, with_direct(MODEL, work, tiling, machine) or tiling, machine)
 
 
 @pytest.mark.parametrize(
     "work",
     [WORK, Workload(1, 64, WeightFormat.INT8), Workload(2, 64, WeightFormat.W4A16, 64, True),
-     Workload(8, 64, WeightFormat.FP32)],
-    ids=lambda w: f"{w.weights.value}, batch {w.batch}",
+     Workload(8, 64, WeightFormat.FP32), Workload(1, 64, WeightFormat.W4A16, 128),
+     Workload(1, 64, WeightFormat.W4A16, 32, True)],
+    ids=lambda w: f"{w.weights.value} {w.group}, batch {w.batch}",
 )  # fmt: skip
 def test_every_architecture_within_its_limits(work: Workload) -> None:
     """sm_80, 86, 89, 90a, 100a and 120: registers without spills, shared memory as planned."""
@@ -70,11 +72,12 @@ def test_a_slot_is_given_back_behind_the_products_that_read_it(weights: WeightFo
     assert image.count((0x7F800001).to_bytes(4, "little")) >= 5
 
 
-def test_a_direct_product_gives_a_slot_back_behind_the_reads_of_it() -> None:
+@pytest.mark.parametrize("weights", DIRECT)
+def test_a_direct_product_gives_a_slot_back_behind_the_reads_of_it(weights: WeightFormat) -> None:
     """The compiler keeps the count of ones that each arrival waits for: of the two texts of q, k, v
     (the first layer reads the embedding), the output projection, gate and up, down.
     """
-    emit = emitted("h200")
+    emit = emitted("h200", replace(WORK, weights=weights))
     assert emit.tiling.direct
     image = compile_cuda(emit.source, find("h200").arch).path.read_bytes()
     words = [int.from_bytes(image[i : i + 2], "little") for i in range(0, len(image) - 15, 8)]

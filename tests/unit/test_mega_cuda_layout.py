@@ -106,14 +106,16 @@ def eight(slab: Array, rows: Array, at: int, m: MatrixLayout) -> Array:
 
 def four(slab: Array, rows: Array, at: int, m: MatrixLayout) -> Array:
     """om_format<4>: by groups, levels less 8, less what zeros are more than 8 times inputs."""
-    w = slab[:1024].view(np.uint32).reshape(2, 32, 2, 2)  # half slab, lane, block, half tile
+    w = slab[:1024].view(np.uint32).reshape(2, 32, 2, 2)  # half slab, lane, block, step
     each = m.group // 32
     c = np.zeros((16, 8))
     for group in range(4 // each):
         level, total = np.zeros((16, 8)), np.zeros((1, 8))
         for block in range(group * each, (group + 1) * each):
             x, high = w[block // 2, :, block % 2], np.uint32(0xF0F0F0F0)
-            a = np.concatenate([x << np.uint32(4) & high, x & high], 1)  # 16 times a nibble
+            a = np.stack([x << np.uint32(4) & high, x & high], 2).reshape(32, 4) ^ np.uint32(
+                0x80808080
+            )
             numbers = np.ascontiguousarray(a).view(np.int8).astype(np.float64).reshape(32, 4, 4)
             level += mma(numbers, both(rows, at * 4 + block)) / 16
             cols = slice(32 * (at * 4 + block), 32 * (at * 4 + block + 1))

@@ -77,8 +77,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
         ("kernel.so", b"other", "digest of its binary"),
         ("kernel.c", b"int x;", "digest of its source"),
         ("plan.json", b"{}", "format"),
-        ("plan.json", b'{"format": "obelisk-plan", "version": 1}', "version 1, .* reads 3"),
-        ("plan.json", b'{"format": "obelisk-plan", "version": 3}', "digest"),
+        ("plan.json", b'{"format": "obelisk-plan", "version": 1}', "version 1, .* reads 4"),
+        ("plan.json", b'{"format": "obelisk-plan", "version": 4}', "digest"),
         ("plan.json", b"[", "damaged"),
     ):
         _rewrite(good, bad, name, data)

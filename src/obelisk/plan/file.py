@@ -22,7 +22,7 @@ from obelisk.plan.host import HostIdentity
 from obelisk.plan.layout import CacheLayout, WeightLayout
 
 FORMAT = "obelisk-plan"
-VERSION = 3
+VERSION = 4
 MEMBERS = {  # source and binary, by target
     "cpu": ("kernel.c", "kernel.so"),
     "cuda": ("kernel.cu", "kernel.cubin"),

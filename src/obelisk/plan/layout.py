@@ -33,7 +33,7 @@ int8: as lanes read the A operand of one step of m16n8k32, of row 8 h + g, colum
 w4a16 has lanes 128, in *slabs* of 16 rows by 128 columns: 256 words, then the groups' scales, then
 their zeros. Columns 64 f + 32 j + 8 q + 4 s + i of rows 8 h + g lie in
 
-    word 128 f + 4 (4 g + q) + 2 j + h, bits 8 i + 4 s to 8 i + 4 s + 3: less 8, two's complement
+    word 128 f + 4 (4 g + q) + 2 j + s, bits 8 i + 4 h to 8 i + 4 h + 3
     scale (fp16) and zero (u8) of group i of the slab: element 2 (i + g * 128 / group) + h
 """
 

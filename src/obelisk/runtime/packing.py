@@ -142,15 +142,15 @@ def byte_fragments(q: Array, m: MatrixLayout) -> Array:
 
 
 def slabs(g: Grouped, m: MatrixLayout) -> Array:
-    """4-bit groups as the layout's slabs of 16 rows by 128 columns, with `fragments`: a nibble is
-    the level less 8, in two's complement.
+    """4-bit groups as the layout's slabs of 16 rows by 128 columns, with `fragments`: a byte has a
+    column of two rows.
     """
     wide = np.zeros((m.rows, m.cols_padded), np.uint8)
-    wide[: g.q.shape[0], : g.q.shape[1]] = g.q ^ 8
+    wide[: g.q.shape[0], : g.q.shape[1]] = g.q
     # tile, h, g, slab, f, j, q, s, i
     cut = wide.reshape(-1, 2, 8, m.cols_padded // m.lanes, 2, 2, 4, 2, 4)
-    cut = cut.transpose(0, 3, 4, 2, 6, 5, 1, 8, 7)  # tile, slab, f, g, q, j, h, i, s
-    low = np.ascontiguousarray(cut[..., 1]) << 4 | cut[..., 0]  # a byte: both s
+    cut = cut.transpose(0, 3, 4, 2, 6, 5, 7, 8, 1)  # tile, slab, f, g, q, j, s, i, h
+    low = np.ascontiguousarray(cut[..., 1]) << 4 | cut[..., 0]  # a byte: both h
     out = np.empty((*cut.shape[:2], m.slab_bytes), np.uint8)
     out[..., : m.panel * m.lanes // 2] = low.reshape(*cut.shape[:2], -1)
 

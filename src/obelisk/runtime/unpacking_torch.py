@@ -93,7 +93,7 @@ def _four(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
     size = words + each * (2 if m.zero_offset < 0 else 3)
     shape = (m.rows // m.panel, m.cols_padded // m.lanes, size)
     slabs = arena[base + m.offset :][: math.prod(shape)].view(shape)
-    pairs = slabs[..., :words].unflatten(-1, (2, 8, 4, 2, 2, 4))  # f, g, q, j, h, i
+    pairs = slabs[..., :words].unflatten(-1, (2, 8, 4, 2, 2, 4))  # f, g, q, j, s, i
 
     def numbers(at: int, size: int, kind: torch.dtype) -> Tensor:
         found = slabs[..., at : at + size * each].contiguous().view(kind)
@@ -101,9 +101,9 @@ def _four(arena: Tensor, base: int, m: MatrixLayout) -> Reader:
         return found.permute(0, 4, 2, 1, 3).reshape(m.rows, m.groups, 1)
 
     def read() -> Weight:
-        level = torch.stack([pairs & 15, pairs >> 4], -1) ^ 8  # ..., s
-        # tile, slab, f, g, q, j, h, i, s to tile, h, g, slab, f, j, q, s, i
-        level = level.permute(0, 6, 3, 1, 2, 5, 4, 8, 7).reshape(m.rows, m.groups, -1).half()
+        level = torch.stack([pairs & 15, pairs >> 4], -1)  # ..., h
+        # tile, slab, f, g, q, j, s, i, h to tile, h, g, slab, f, j, q, s, i
+        level = level.permute(0, 8, 3, 1, 2, 5, 4, 6, 7).reshape(m.rows, m.groups, -1).half()
         zero = 8 if m.zero_offset < 0 else numbers(m.zero_offset, 1, torch.uint8).half()
         value = (level - zero) * numbers(m.scale_offset, 2, torch.float16)
         return Weight(_true(value.view(m.rows, -1), m))

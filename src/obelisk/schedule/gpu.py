@@ -37,6 +37,7 @@ CUTS = (1, 2, 4, 8)  # parts of a chunk, each for one warp
 SLAB_COST, FLUSH_COST = 2.0, 12.0  # of 32 columns, and of handing sums over, in multiplications
 NARROW_COST, SPREAD_COST = 1.0, 10.0  # of 32 columns of 4 or 8 bits, and where warps meet once
 HELD_SLABS = 12  # of weights that a warp of a direct product holds: 96 registers a lane
+HELD_NARROW = 6  # of 4 bits, with scales, zeros and sums of their own: more are spilled
 MOST_PARTS = 4  # of a product in front of a norm that is read into registers; more are spilled
 DIRECT_BALANCE = 1.2  # as BALANCE: parts cost a reader more where it waits for nothing else
 SUMS_ROOM = 24 * 1024  # bytes of sums between warps that cuts may take
@@ -64,6 +65,9 @@ class EdgeSync(enum.StrEnum):
 
 
 EDGES = ("qkv", "attend", "o", "up", "down", "head")  # named by the producer
+
+
+DIRECT = (WeightFormat.BF16, WeightFormat.W4A16)  # formats whose products can be direct
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +111,8 @@ class GpuTiling:
         spread: every warp has the same columns of all of a block's units of narrow weights, where
             that comes out even.
         direct: a layer's products take their inputs from what other blocks wrote into registers, K
-            shared out between the warps, with one barrier each (batch 1, bf16): no input lies in
-            shared memory.
+            shared out between the warps, with one barrier each (batch 1, bf16 or 4-bit weights):
+            no input lies in shared memory. Of 4 bits not measured.
         look_first: direct products look at other blocks' values before they read their weights.
         slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
         head_slab, head_bytes: a slab of the head, which may be of another format.
@@ -426,9 +430,14 @@ def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]
     return out
 
 
+def held_slabs(t: GpuTiling) -> int:
+    """Slabs of a layer's weights that a warp of a direct product has in registers."""
+    return HELD_SLABS if weight_bits(t) >= 8 * WEIGHT_BYTES else HELD_NARROW
+
+
 def direct_units(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, int]:
     """Units of each product of a layer that a block's warps hold in registers at a time: as many as
-    `HELD_SLABS` a warp and the ring allow, in nearly equal turns; 0: a unit is more than
+    `held_slabs` a warp and the ring allow, in nearly equal turns; 0: a unit is more than
     the ring.
     """
     out = {}
@@ -437,7 +446,7 @@ def direct_units(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, int]
             continue
         if p.chunks > t.stages:
             return dict.fromkeys(("qkv", "o", "up", "down"), 0)
-        most, slabs = -(-p.units // t.blocks), HELD_SLABS // -(-p.slabs // t.warps)
+        most, slabs = -(-p.units // t.blocks), held_slabs(t) // -(-p.slabs // t.warps)
         together = max(1, min(most, slabs, t.stages // p.chunks))
         out[name] = -(-most // -(-most // together))
     return out
@@ -495,8 +504,10 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.stages} stages for {t.warps} warps: each warp needs a slot of its own"
     if not 1 <= min(t.in_flight, t.in_flight_waiting) <= max(t.in_flight, 1) <= t.stages:
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
-    if t.direct and (work.batch > 1 or work.weights is not WeightFormat.BF16):
-        return "direct products are for batch 1 and bf16"
+    if t.direct and (work.batch > 1 or work.weights not in DIRECT):
+        return "direct products are for batch 1 and bf16 or 4-bit weights"
+    if t.direct and t.chunk_bytes * t.slab_cols != t.chunk_cols * t.slab_bytes:
+        return f"direct products: a slot of {t.chunk_bytes} bytes has room behind its slabs"
     if t.direct and t.rounded:
         return "direct products take rows of the residual stream as they are, not rounded"
     if t.direct and (t.warps < 2 or not all(direct_units(model, work.batch, t).values())):
@@ -580,11 +591,14 @@ def other_default(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
 ) -> tuple[GpuTiling, ...]:
     """The other choice of what the default decides: products through shared memory where its are
-    direct; rows that are read twice where `for_weights` keeps them, else `cut_between`, its ring
-    cut to what is left; nothing where that leaves none.
+    direct; of 4-bit weights direct ones, where that goes; rows that are read twice where
+    `for_weights` keeps them, else `cut_between`, its ring cut to what is left; nothing where that
+    leaves none.
     """
     if t.direct:
         other = _plain_default(model, work, machine, t.blocks)
+    elif (direct := with_direct(model, work, t, machine)) is not None:
+        return (direct,)
     else:
         other = replace(t, kept=False) if t.kept else cut_between(t)
         other = _shrunk(model, work, other, machine)
@@ -600,10 +614,10 @@ def with_direct(
     model that streams more than it waits has all chunks in flight while a block waits. None where
     a product is too wide for that, or something else stands against it.
     """
-    if work.batch > 1 or work.weights is not WeightFormat.BF16:
+    if work.batch > 1 or work.weights not in DIRECT:
         return None
     ring = 2 * t.stages // 3 * t.chunk_cols  # the rest is for what comes next
-    most = min(HELD_SLABS * t.warps * K_BLOCK, ring)  # columns of a unit
+    most = min(held_slabs(t) * t.warps * t.slab_cols, ring)  # columns of a unit
     tiles, parts = tile_count(model.hidden), []
     for cols, least in ((model.q_width, O_PARTS), (model.ffn, 1)):
         legal = [s for s in t.splits(cols) if s <= MOST_PARTS and t.padded(cols) // s <= most]
@@ -664,10 +678,13 @@ def default_tiling(
     pieces of the context go through the ring. From 5 slots of bf16 on (a multiple of four layers)
     rows of the residual stream are rounded for all, the down projection's inputs take no more room
     than a norm's, and the output projection has two parts at least: whoever ends a row adds them.
-    `blocks` replaces the machine's SM count. Products are direct (`with_direct`) where that goes.
+    `blocks` replaces the machine's SM count. Products of bf16 weights are direct (`with_direct`)
+    where that goes.
     Raises `Infeasible` naming the limit where nothing fits.
     """
     t = _plain_default(model, work, machine, blocks)
+    if work.weights is not WeightFormat.BF16:
+        return t
     return with_direct(model, work, t, machine) or t
 
 

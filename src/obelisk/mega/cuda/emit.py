@@ -47,7 +47,8 @@ SPANS = (
 WAITS = (*EDGES, "token", "step")
 TEXTS = (
     "base.cuh", "weights.cuh", "weights32.cuh", "ring.cuh", "digits.cuh", "fill.cuh",
-    "attend32.cuh", "attend.cuh", "sample.cuh", "step.cuh", "direct.cuh",
+    "attend32.cuh", "attend.cuh", "sample.cuh", "step.cuh", "part.cuh",
+    "direct.cuh",
 )  # fmt: skip
 ONCE = ("best", "token", "logits")  # exchanged once a step, behind what every layer exchanges
 SLOTS = 8

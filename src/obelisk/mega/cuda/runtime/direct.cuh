@@ -13,18 +13,6 @@
 #if OM_DIRECT
 #define OM_DIRECT_SUMS (OM_TOGETHER * OM_WARPS * 16) /* floats of one of two places; the sums of squares behind */
 
-template <int SLABS>
-struct om_part { /* what a warp has of a unit's K */
-  static constexpr int MINE = (SLABS + OM_WARPS - 1) / OM_WARPS, GROUPS = (MINE + 3) / 4;
-  static constexpr bool EVEN = MINE * OM_WARPS == SLABS;
-  u32 b[GROUPS][2]; /* a lane's four columns of every 128 */
-  /* The first of these columns; -1: none. */
-  static __device__ __forceinline__ int column(const om_state &s, int group) {
-    const int lane = s.lane(), in = 4 * group + lane / 8, slab = s.warp() * MINE + in;
-    return in < MINE && (EVEN || slab < SLABS) ? 32 * slab + lane % 4 * 8 + lane / 4 % 2 * 4 : -1;
-  }
-};
-
 __device__ __forceinline__ float *om_kept_rows(int product) { /* 0: for the output projection, 1: for down */
   return (float *)(om_memory + (product ? OM_AT_RESIDUAL_DOWN : OM_AT_RESIDUAL));
 }
@@ -74,16 +62,15 @@ struct om_in_norm {
       } else {
 #pragma unroll
         for (int k = 0; k < SPLIT; k++) {
-          const uint4 y = e.w[g * SPLIT + k];
-          x.x += __uint_as_float(y.x & ~7u), x.y += __uint_as_float(y.y & ~7u);
-          x.z += __uint_as_float(y.z & ~7u), x.w += __uint_as_float(y.w & ~7u);
+          const float4 add = om_take_singles(e.w[g * SPLIT + k]);
+          x.x += add.x, x.y += add.y, x.z += add.z, x.w += add.w;
         }
       }
       if (col >= from && col < to) *(float4 *)(kept + col - from) = x;
       squares += (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w);
-      part.b[g][0] = om_pack(x.x * e.gain[g].x, x.y * e.gain[g].y);
-      part.b[g][1] = om_pack(x.z * e.gain[g].z, x.w * e.gain[g].w);
+      part.keep(g, make_float4(x.x * e.gain[g].x, x.y * e.gain[g].y, x.z * e.gain[g].z, x.w * e.gain[g].w));
     }
+    part.put_kept(s.lane());
     return squares;
   }
 };
@@ -102,7 +89,7 @@ struct om_in_act { /* part `part` of the MLP's values */
   template <int SLABS> __device__ __forceinline__ void early(const om_state &s, early_t<SLABS> &e) const {
 #pragma unroll
     for (int g = 0; g < om_part<SLABS>::GROUPS; g++) { /* eight columns in one access; a lane has half of them */
-      const int in = om_part<SLABS>::column(s, g), col = part * (32 * SLABS) + (in & ~7);
+      const int in = om_part<SLABS>::column(s, g), col = part * om_part<SLABS>::COLS + (in & ~7);
       e.at[g] = in >= 0 && col < OM_UP_TILES * 8 ? act + col * 2 : nullptr;
     }
     om_look_all(e.at, e.w);
@@ -113,7 +100,7 @@ struct om_in_act { /* part `part` of the MLP's values */
     om_look_again<G, G>(s, e.at, 0, use, OM_EDGE_UP, e.w);
     const bool half = s.lane() / 4 % 2;
 #pragma unroll
-    for (int g = 0; g < G; g++) p.b[g][0] = half ? e.w[g].z : e.w[g].x, p.b[g][1] = half ? e.w[g].w : e.w[g].y;
+    for (int g = 0; g < G; g++) p.words(s.lane(), g, half ? e.w[g].z : e.w[g].x, half ? e.w[g].w : e.w[g].y);
     return 0.0f;
   }
 };
@@ -128,7 +115,7 @@ struct om_in_attention { /* part `part` of attention's pieces, joined; masses ar
     uint4 m[OM_PIECES4 / 4]; /* of the first group's head */
   };
   template <int SLABS> __device__ __forceinline__ int column(const om_state &s, int group) const { /* -1: none */
-    const int in = om_part<SLABS>::column(s, group), col = part * (32 * SLABS) + (in & ~7);
+    const int in = om_part<SLABS>::column(s, group), col = part * om_part<SLABS>::COLS + (in & ~7);
     return in >= 0 && col < OM_HEADS * OM_HEAD_DIM ? col : -1;
   }
   template <int SLABS> __device__ __forceinline__ void early(const om_state &s, early_t<SLABS> &e) const {
@@ -183,11 +170,79 @@ struct om_in_attention { /* part `part` of attention's pieces, joined; masses ar
         sum[0] += f * a.x, sum[1] += f * a.y, sum[2] += f * b.x, sum[3] += f * b.y;
       }
       const float r = here && total > 0.0f ? om_reciprocal(total) : 0.0f;
-      p.b[g][0] = om_pack(sum[0] * r, sum[1] * r), p.b[g][1] = om_pack(sum[2] * r, sum[3] * r);
+      p.put(s.lane(), g, make_float4(sum[0] * r, sum[1] * r, sum[2] * r, sum[3] * r));
     }
     return 0.0f;
   }
 };
+
+#if OM_BITS == 4
+/* The same, the pieces of several groups looked at together, for which few weights leave registers: a look takes as long
+ * for one as for all. */
+struct om_in_pieces : om_in_attention {
+  static constexpr int N = OM_PIECES, M = OM_PIECES4 / 4;
+
+  template <int SLABS> static __device__ __forceinline__ constexpr int together() {
+    return om_part<SLABS>::GROUPS * N <= 16 ? om_part<SLABS>::GROUPS : 1;
+  }
+  template <int SLABS> struct early_t {
+    uint4 m[together<SLABS>() * M]; /* of the first groups' heads */
+  };
+  template <int SLABS> __device__ __forceinline__ void look(const om_state &s, int from, early_t<SLABS> &e) const {
+#pragma unroll
+    for (int i = 0; i < together<SLABS>() * M; i++) {
+      const int col = column<SLABS>(s, from + i / M);
+      e.m[i] = col >= 0 ? om_look(masses + col / OM_HEAD_DIM * (OM_PIECES4 * 4) + i % M * 16) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  template <int SLABS> __device__ __forceinline__ void early(const om_state &s, early_t<SLABS> &e) const { look(s, 0, e); }
+  template <int SLABS>
+  __device__ __forceinline__ float fill(const om_state &s, early_t<SLABS> &e, om_part<SLABS> &p) const {
+    constexpr int G = om_part<SLABS>::GROUPS, GO = together<SLABS>();
+    const bool half = s.lane() / 4 % 2;
+#pragma unroll
+    for (int from = 0; from < G; from += GO) {
+      if (from) look(s, from, e);
+      for (om_patience wait;;) {
+        bool missing = false;
+#pragma unroll
+        for (int g = 0; g < GO; g++) missing |= column<SLABS>(s, from + g) >= 0 && !om_masses(e.m + g * M, mark);
+        if (!missing || wait.over(s, OM_EDGE_ATTEND, mark, e.m[0].x & OM_MARKS)) break;
+        look(s, from, e);
+      }
+      const char *at[GO]; /* the first piece's; a lane without columns reads others' */
+      uint4 w[GO * N];
+#pragma unroll
+      for (int g = 0; g < GO; g++) {
+        const int col = max(column<SLABS>(s, from + g), 0);
+        at[g] = pieces + ((size_t)(col / OM_HEAD_DIM) * (OM_PIECES * OM_HEAD_DIM) + col % OM_HEAD_DIM) * 2;
+#pragma unroll
+        for (int k = 0; k < N; k++) w[g * N + k] = om_look(at[g] + k * (OM_HEAD_DIM * 2));
+      }
+      for (om_patience wait;;) {
+        bool missing = false;
+#pragma unroll
+        for (int i = 0; i < GO * N; i++) missing |= !om_eights(w[i], use);
+        if (!missing || wait.over(s, OM_EDGE_ATTEND, use, w[0].w >> 16 & 1)) break;
+#pragma unroll
+        for (int i = 0; i < GO * N; i++)
+          if (!om_eights(w[i], use)) w[i] = om_look(at[i / N] + i % N * (OM_HEAD_DIM * 2));
+      }
+#pragma unroll
+      for (int g = 0; g < GO; g++) {
+        float x[8];
+        const bool here = column<SLABS>(s, from + g) >= 0;
+        om_join_pieces(w + g * N, e.m + g * M, here, x);
+        const float4 low = make_float4(x[0], x[1], x[2], x[3]), high = make_float4(x[4], x[5], x[6], x[7]);
+        p.put(s.lane(), from + g, here ? (half ? high : low) : make_float4(0, 0, 0, 0));
+      }
+    }
+    return 0.0f;
+  }
+};
+#else
+struct om_in_pieces : om_in_attention {};
+#endif
 
 /* ---- what happens to a unit's sums: lanes r and r + 16 of one warp have row r's ---- */
 struct om_put {
@@ -227,11 +282,11 @@ struct om_put_up : om_put { /* rows 0 to 7 of a tile are gates, 8 to 15 the same
 /* A lane's operands of this warp's slabs of unit `unit`, once they have landed. Slots are neighbours: slabs of a unit
  * follow one another in memory, but for the ring's end. */
 template <int SLABS, int CHUNK>
-__device__ __forceinline__ void om_unit_weights(const om_state &s, int unit, uint4 (&a)[2 * om_part<SLABS>::MINE]) {
+__device__ __forceinline__ void om_unit_weights(const om_state &s, int unit, typename om_part<SLABS>::Weights &a) {
   using Part = om_part<SLABS>;
-  constexpr int CHUNKS = (SLABS + CHUNK - 1) / CHUNK, MINE = Part::MINE, LAST = OM_STAGES * CHUNK;
+  constexpr int BYTES = om_format<OM_BITS>::BYTES, CHUNKS = (SLABS + CHUNK - 1) / CHUNK, MINE = Part::MINE, LAST = OM_STAGES * CHUNK;
   constexpr bool ALONE = CHUNK % MINE == 0; /* they lie in one chunk */
-  static_assert(CHUNK * 1024 == OM_CHUNK, "a chunk is a slot");
+  static_assert(CHUNK * BYTES == OM_CHUNK, "a chunk is a slot");
   const int lane = s.lane(), begin = s.warp() * MINE, end = Part::EVEN ? begin + MINE : min(begin + MINE, SLABS);
   u32 place = 0;
 #pragma unroll
@@ -245,10 +300,7 @@ __device__ __forceinline__ void om_unit_weights(const om_state &s, int unit, uin
   for (int j = 0; j < MINE; j++) {
     u32 at = place + j;
     if (!ALONE && at >= LAST) at -= LAST;
-    const char *const w = om_memory + OM_AT_RING + at * 1024 + lane * 16;
-    const bool in = Part::EVEN || begin + j < end;
-    a[2 * j] = in ? *(const uint4 *)w : make_uint4(0, 0, 0, 0);
-    a[2 * j + 1] = in ? *(const uint4 *)(w + 512) : make_uint4(0, 0, 0, 0);
+    a.load(j, om_memory + OM_AT_RING + at * BYTES, lane, Part::EVEN || begin + j < end);
   }
 }
 
@@ -262,7 +314,7 @@ __device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units
   if (FIRST && OM_LOOK_FIRST) in.template early<SLABS>(s, early);
   const int own = OM_WARPS - 1 - warp; /* the first unit that this warp ends: the first warps have more to do next */
   const float bias = own < some ? out.early(begin + own, lane % 16) : 0.0f;
-  uint4 a[TOGETHER][2 * MINE];
+  typename om_part<SLABS>::Weights a[TOGETHER];
 #pragma unroll
   for (int u = 0; u < TOGETHER; u++) /* what a block has too few units for is not used */
     om_unit_weights<SLABS, CHUNK>(s, min(u, some - 1), a[u]);
@@ -271,7 +323,7 @@ __device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units
 #pragma unroll
   for (int u = 0; u < TOGETHER; u++)
 #pragma unroll
-    for (int j = 0; j < 2 * MINE; j++) mix ^= a[u][j].x;
+    for (int j = 0; j < MINE; j++) mix ^= a[u].mix(j);
   __syncwarp();
   for (int i = lane; om_is_read(mix) && i < some * CHUNKS; i += 32)
     om_arrive(om_address(om.empty) + 8 * ((s.chunk + i) % OM_STAGES));
@@ -283,14 +335,8 @@ __device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units
     om_waiting(s, 0);
     t = om_span(s, kind - 1, t);
   }
-  float c[TOGETHER][2][4] = {};
-#pragma unroll
-  for (int j = 0; j < 2 * MINE; j++) {
-    const bool mine = lane / 4 == j % 8;
-    const u32 b0 = mine ? part.b[j / 8][0] : 0, b1 = mine ? part.b[j / 8][1] : 0;
-#pragma unroll
-    for (int u = 0; u < TOGETHER; u++) om_mma(c[u][j % 2], a[u][j], b0, b1);
-  }
+  float both[TOGETHER][2];
+  part.template multiply<TOGETHER>(lane, a, both);
   const u32 turn = s.joined++ & 1;
   float *const sums = (float *)(om_memory + OM_AT_DIRECT) + turn * OM_DIRECT_SUMS;
   float *const squared = (float *)(om_memory + OM_AT_DIRECT) + 2 * OM_DIRECT_SUMS + (kind == OM_SPAN_UP) * OM_WARPS;
@@ -302,8 +348,7 @@ __device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units
   const bool odd = lane % 2;
 #pragma unroll
   for (int u = 0; u < TOGETHER; u++) { /* of a quad, lane 0 comes to row `row`, lane 1 to row + 8 */
-    const float lo = (c[u][0][0] + c[u][0][1]) + (c[u][1][0] + c[u][1][1]);
-    const float hi = (c[u][0][2] + c[u][0][3]) + (c[u][1][2] + c[u][1][3]);
+    const float lo = both[u][0], hi = both[u][1];
     float v = (odd ? hi : lo) + __shfl_xor_sync(~0u, odd ? lo : hi, 1);
     v += __shfl_xor_sync(~0u, v, 2);
     if (lane % 4 < 2) sums[(u * OM_WARPS + warp) * 16 + lane / 4 + 8 * (lane % 4)] = v;
@@ -371,6 +416,7 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   char *const o = own + OM_PLACE_O, *const act = own + OM_PLACE_ACT;
   char *const down = om_stream(own, 0, s.layer);
   const char *const before = om_stream(own - OM_APART, 0, s.layer + 1);
+  constexpr int EACH = om_format<OM_BITS>::BLOCKS, HIDDEN = OM_HIDDEN_K / EACH; /* slabs */
   int from, to;
 #if OM_STAGED
   om_stage(s);
@@ -383,15 +429,15 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
     const om_put_qkv out{{qkv, om_vector(p, s.layer, OM_AT_QKV_BIAS), om_share(OM_QKV, s.turn), mark}};
     if (OM_QKV_TILES < OM_BLOCKS && units == 0) {
       if (s.layer == 0)
-        om_direct_idle<OM_HIDDEN_K>(s, om_in_norm<1, true>{before, 0, 0, gain, from, to, om_kept_rows(0)});
+        om_direct_idle<HIDDEN>(s, om_in_norm<1, true>{before, 0, 0, gain, from, to, om_kept_rows(0)});
       else
-        om_direct_idle<OM_HIDDEN_K>(
+        om_direct_idle<HIDDEN>(
             s, om_in_norm<OM_DOWN_SPLIT, false>{before, (tag - 1) & 7, OM_EDGE_DOWN, gain, from, to, om_kept_rows(0)});
     } else if (s.layer == 0)
-      om_direct<OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_MOST, OM_QKV_TOGETHER>(
+      om_direct<HIDDEN, OM_QKV_CHUNK, OM_QKV_MOST, OM_QKV_TOGETHER>(
           s, units, OM_SPAN_QKV, om_in_norm<1, true>{before, 0, 0, gain, from, to, om_kept_rows(0)}, out);
     else
-      om_direct<OM_HIDDEN_K, OM_QKV_CHUNK, OM_QKV_MOST, OM_QKV_TOGETHER>(
+      om_direct<HIDDEN, OM_QKV_CHUNK, OM_QKV_MOST, OM_QKV_TOGETHER>(
           s, units, OM_SPAN_QKV,
           om_in_norm<OM_DOWN_SPLIT, false>{before, (tag - 1) & 7, OM_EDGE_DOWN, gain, from, to, om_kept_rows(0)}, out);
   }
@@ -402,17 +448,17 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
                    om_vector(p, s.layer, OM_AT_K_GAIN));
   om_span(s, OM_SPAN_ATTEND, t);
   OM_EDGE_DONE(OM_BARRIER_ATTEND, OM_EDGE_ATTEND);
-  om_direct_residual<OM_O, OM_Q_K / OM_O_SPLIT, OM_O_CHUNK, OM_O_MOST, OM_O_TOGETHER>(
+  om_direct_residual<OM_O, OM_Q_K / EACH / OM_O_SPLIT, OM_O_CHUNK, OM_O_MOST, OM_O_TOGETHER>(
       s, o, om_vector(p, s.layer, OM_AT_O_BIAS), om_kept_rows(0), from, mark, OM_SPAN_O,
-      [&](int part) { return om_in_attention{pieces, masses, mark, use, part}; });
+      [&](int part) { return om_in_pieces{{pieces, masses, mark, use, part}}; });
   OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
   om_own(OM_DOWN, s.turn, from, to);
-  om_direct<OM_HIDDEN_K, OM_UP_CHUNK, OM_UP_MOST, OM_UP_TOGETHER>(
+  om_direct<HIDDEN, OM_UP_CHUNK, OM_UP_MOST, OM_UP_TOGETHER>(
       s, om_units(OM_UP, s.turn), OM_SPAN_UP,
       om_in_norm<OM_O_SPLIT, false>{o, mark, OM_EDGE_O, om_vector(p, s.layer, OM_AT_NORM_MID), from, to, om_kept_rows(1)},
       om_put_up{{act, om_vector(p, s.layer, OM_AT_UP_BIAS), om_share(OM_UP, s.turn), use}});
   OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
-  om_direct_residual<OM_DOWN, OM_FFN_K / OM_DOWN_SPLIT, OM_DOWN_CHUNK, OM_DOWN_MOST, OM_DOWN_TOGETHER>(
+  om_direct_residual<OM_DOWN, OM_FFN_K / EACH / OM_DOWN_SPLIT, OM_DOWN_CHUNK, OM_DOWN_MOST, OM_DOWN_TOGETHER>(
       s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), om_kept_rows(1), from, mark, OM_SPAN_DOWN,
       [&](int part) { return om_in_act{act, use, part}; });
   OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);

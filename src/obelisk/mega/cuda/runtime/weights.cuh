@@ -88,6 +88,9 @@ struct om_format<16> {
 #define OM_ACROSS (OM_BATCH <= 2)
 #define OM_FACTORS (OM_ACROSS ? 2 : 8) /* slots that have room for a factor */
 
+/* Not known to the compiler, so that it is in a register: an instruction takes one immediate, the mask. */
+__constant__ u32 OM_SIGN = 0x80808080u;
+
 template <int BITS>
 struct om_narrow {
   static constexpr int DIGITS = 3, TILES = OM_ACROSS ? 1 : DIGITS, PARTS = OM_ACROSS ? DIGITS : 1;
@@ -134,9 +137,10 @@ struct om_narrow {
         if (BITS == 8) {
           a = all[i % 4];
         } else {
-          const u32 top = i % 2 ? all[i / 2].z : all[i / 2].x, low = i % 2 ? all[i / 2].w : all[i / 2].y;
-          constexpr u32 HIGH = 0xf0f0f0f0u; /* 16 times what a nibble is */
-          a = make_uint4(top << 4 & HIGH, low << 4 & HIGH, top & HIGH, low & HIGH);
+          const u32 x = i % 2 ? all[i / 2].z : all[i / 2].x, y = i % 2 ? all[i / 2].w : all[i / 2].y;
+          constexpr u32 HIGH = 0xf0f0f0f0u; /* 16 times a level less 8 */
+          const u32 sign = OM_SIGN;
+          a = make_uint4((x << 4 & HIGH) ^ sign, (x & HIGH) ^ sign, (y << 4 & HIGH) ^ sign, (y & HIGH) ^ sign);
         }
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
