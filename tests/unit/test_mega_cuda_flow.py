@@ -220,7 +220,7 @@ def test_long_pieces_go_through_the_ring_and_many_slots_share_rounded_rows() -> 
     assert found[1, 640] == (False, False, 2, 4, 6)  # one part of o would be as even
     assert found[1, 4224] == (True, False, 2, 4, 6)
     assert found[4, 640] == (False, False, 1, 1, 4)
-    assert found[8, 640] == (True, True, 2, 4, 2)
+    assert found[8, 640] == (True, True, 4, 4, 2)
     work = Workload(8, 640, WeightFormat.FP16)
     assert not default_tiling(model, work, H200).rounded
     assert not default_tiling(model, replace(work, batch=1, context=4224), find("rtx4090")).kv_ring

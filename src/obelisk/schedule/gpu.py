@@ -47,6 +47,7 @@ IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the othe
 WAITING = 2  # chunks in flight while a block waits
 SLOTS_WAITING = 4  # the same for several slots whose fp32 rows every block reads (2 to ROUNDED)
 O_PARTS = 2  # of a direct output projection at least: a block joins the pieces of half the heads
+O_SHARES = 4  # the same where rows are rounded: whoever ends a row adds its parts, others read one
 STAGED = 4  # warps whose first positions are copied ahead where a model waits more than it streams:
 FEW = 2  # rings of weights in a block's share of a layer, up to which it does
 ROUNDED = (
@@ -677,7 +678,7 @@ def default_tiling(
     they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights). Long
     pieces of the context go through the ring. From 5 slots of bf16 on (a multiple of four layers)
     rows of the residual stream are rounded for all, the down projection's inputs take no more room
-    than a norm's, and the output projection has two parts at least: whoever ends a row adds them.
+    than a norm's, and the output projection has four parts at least: whoever ends a row adds them.
     `blocks` replaces the machine's SM count. Products of bf16 weights are direct (`with_direct`)
     where that goes.
     Raises `Infeasible` naming the limit where nothing fits.
@@ -703,7 +704,7 @@ def _plain_default(
     narrow = work.batch * WEIGHT_BYTES * k_padded(model.hidden) if rounded else room
     t = GpuTiling(
         blocks=count,
-        o_split=_split(model.hidden, model.q_width, count, work, room, 2 if rounded else 1),
+        o_split=_split(model.hidden, model.q_width, count, work, room, O_SHARES if rounded else 1),
         down_split=_split(model.hidden, model.ffn, count, work, min(room, narrow)),
         rounded=rounded,
         kv_pieces=max(1, min(8, count // groups)),
