@@ -252,10 +252,11 @@ def test_products_are_direct_where_a_warp_holds_its_part_of_a_unit() -> None:
         why = refuse(small, changed, replace(plain, direct=True), H200)
         assert why == "direct products are for batch 1 and bf16 or 4-bit weights"
     four = replace(work, weights=WeightFormat.W4A16)
-    plain = default_tiling(small, four, H200)
-    (other,) = other_default(small, four, plain, H200)
-    assert (plain.direct, other.direct, other.stages >= plain.stages - 2) == (False, True, True)
-    padded = refuse(small, four, replace(other, chunk_cols=256), H200) or ""
+    narrow = default_tiling(real(28, 2048, 16, 8, 128, 6144), four, H200)
+    assert (narrow.direct, narrow.o_split, narrow.down_split, narrow.staged) == (True, 2, 1, 4)
+    assert (narrow.look_first, narrow.in_flight_waiting) == (False, 2)
+    assert default_tiling(large, four, H200).look_first
+    padded = refuse(small, four, replace(narrow, chunk_cols=256), H200) or ""
     assert padded == "direct products: a slot of 2176 bytes has room behind its slabs"
     ring = replace(t, stages=8, down_split=1, in_flight=2, in_flight_waiting=2)
     assert "a unit has more than 8 chunks" in (refuse(small, work, ring, H200) or "")

@@ -113,7 +113,7 @@ class GpuTiling:
             that comes out even.
         direct: a layer's products take their inputs from what other blocks wrote into registers, K
             shared out between the warps, with one barrier each (batch 1, bf16 or 4-bit weights):
-            no input lies in shared memory. Of 4 bits not measured.
+            no input lies in shared memory.
         look_first: direct products look at other blocks' values before they read their weights.
         slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
         head_slab, head_bytes: a slab of the head, which may be of another format.
@@ -592,18 +592,22 @@ def other_default(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
 ) -> tuple[GpuTiling, ...]:
     """The other choice of what the default decides: products through shared memory where its are
-    direct; of 4-bit weights direct ones, where that goes; rows that are read twice where
-    `for_weights` keeps them, else `cut_between`, its ring cut to what is left; nothing where that
-    leaves none.
+    direct; rows that are read twice where `for_weights` keeps them, else `cut_between`, its ring
+    cut to what is left; nothing where that leaves none.
     """
     if t.direct:
         other = _plain_default(model, work, machine, t.blocks)
-    elif (direct := with_direct(model, work, t, machine)) is not None:
-        return (direct,)
     else:
         other = replace(t, kept=False) if t.kept else cut_between(t)
         other = _shrunk(model, work, other, machine)
     return (other,) if refuse(model, work, other, machine) is None else ()
+
+
+def layer_bytes(model: ModelConfig, work: Workload, t: GpuTiling) -> int:
+    """A block's share of the bytes of a layer's weights."""
+    h, q, f = model.hidden, model.q_width, model.ffn
+    all_weights = h * (q + 2 * model.kv_width) + q * h + 3 * h * f
+    return int(work.weight_bytes * all_weights) // t.blocks
 
 
 def with_direct(
@@ -611,9 +615,10 @@ def with_direct(
 ) -> GpuTiling | None:
     """A tiling with direct products: the two that may be split along K in the fewest parts, from
     `O_PARTS` for the output projection and up to `MOST_PARTS`, that leave a warp no more of a unit
-    than it can hold and balance the blocks. A
-    model that streams more than it waits has all chunks in flight while a block waits. None where
-    a product is too wide for that, or something else stands against it.
+    than it can hold and balance the blocks. A model that streams more than it waits has all chunks
+    in flight while a block waits; of 4-bit weights one that does not has positions copied ahead,
+    too, where that goes. None where a product is too wide for that, or something else stands
+    against it.
     """
     if work.batch > 1 or work.weights not in DIRECT:
         return None
@@ -629,7 +634,10 @@ def with_direct(
     if t.padded(model.hidden) > most:
         return None
     direct = replace(t, direct=True, o_split=parts[0], down_split=parts[1])
-    if t.staged:  # it waits more than it streams
+    waits = t.staged > 0
+    if weight_bits(t) < 8 and layer_bytes(model, work, t) <= FEW * t.stages * t.chunk_bytes:
+        direct, waits = _staged(model, work, direct, machine), True
+    if waits:  # more than it streams
         direct = replace(direct, look_first=False)
     else:
         direct = replace(direct, in_flight_waiting=t.in_flight)
@@ -675,17 +683,15 @@ def default_tiling(
     8 of them; the ring takes the rest of shared memory, with 48 KB of it in flight, 16 KB while a
     block waits, or all (32 KB with several slots) where a layer's weights are many rings (such a
     model is bound by its stream); where
-    they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights). Long
+    they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights, or
+    products that are direct). Long
     pieces of the context go through the ring. From 5 slots of bf16 on (a multiple of four layers)
     rows of the residual stream are rounded for all, the down projection's inputs take no more room
     than a norm's, and the output projection has four parts at least: whoever ends a row adds them.
-    `blocks` replaces the machine's SM count. Products of bf16 weights are direct (`with_direct`)
-    where that goes.
+    `blocks` replaces the machine's SM count. Products are direct (`with_direct`) where that goes.
     Raises `Infeasible` naming the limit where nothing fits.
     """
     t = _plain_default(model, work, machine, blocks)
-    if work.weights is not WeightFormat.BF16:
-        return t
     return with_direct(model, work, t, machine) or t
 
 
@@ -719,8 +725,7 @@ def _plain_default(
         if shared_plan(model, work, t).total <= machine.shared_bytes:
             break
     flight = max(2, min(t.stages, IN_FLIGHT_BYTES // t.chunk_bytes))
-    h, q, f = model.hidden, model.q_width, model.ffn
-    layer = int(work.weight_bytes * (h * (q + 2 * model.kv_width) + q * h + 3 * h * f)) // count
+    layer = layer_bytes(model, work, t)
     streamed = layer > STREAMED * t.stages * t.chunk_bytes
     waiting = SLOTS_WAITING if work.batch > 1 else flight
     if not streamed or rounded:
