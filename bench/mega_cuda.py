@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.mega_cuda_checks import CASES, changed, check_plan, plan_of, planned
 
 from obelisk.app.synth_cuda import device_here, make_cuda_plan, step_bytes
+from obelisk.base.digest import digest
 from obelisk.machine import Machine, find
 from obelisk.mega.cuda import emit_cuda
 from obelisk.plan import Plan
@@ -62,17 +63,26 @@ def shape(name: str) -> ModelConfig:
 
 def ada(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> Plan:
     """A plan under the budget of an RTX 4090 (99 KB, no copy engine) for all of this device's SMs,
-    compiled to PTX of compute_89 for the driver to translate.
+    compiled to PTX of compute_89, which ptxas translates for this one, as the driver would (the
+    driver's own translation of such a text ended in a segmentation fault).
     """
     small = replace(find("sm_89"), cores=machine.cores)
     tiling = changed(default_tiling(model, work, small), changes)
     source = emit_cuda(model, work, tiling, small).source
-    with tempfile.TemporaryDirectory() as folder:
-        text, out = Path(folder) / "kernel.cu", Path(folder) / "kernel.ptx"
+    folder = Path(tempfile.gettempdir()) / "obelisk-ada"
+    folder.mkdir(exist_ok=True)
+    text = folder / f"{digest('ada', source)}.cu"
+    made = text.with_suffix(".cubin")
+    if not made.is_file():
         text.write_text(source)
-        command = ["nvcc", "-ptx", "-std=c++17", "-arch=compute_89", "-o", str(out), str(text)]
-        subprocess.run(command, check=True, timeout=200)
-        binary = out.read_bytes() + b"\0"
+        ptx, part = text.with_suffix(".ptx"), text.with_suffix(".part")
+        for command in (
+            ["nvcc", "-ptx", "-std=c++17", "-arch=compute_89", "-o", str(ptx), str(text)],
+            ["ptxas", "-arch=sm_90", "-o", str(part), str(ptx)],
+        ):
+            subprocess.run(command, check=True, timeout=200)
+        part.rename(made)
+    binary = made.read_bytes()
     here = Device().identity(machine.arch)
     return make_cuda_plan(model, work, tiling, small, binary=binary, device=here)
 

@@ -35,6 +35,7 @@ DRAWS = (
     Sampling(0.9, 0, 1.0, 5), Sampling(1.5, 20, 1.0, 6), Sampling(1.0, 0, 0.7, 7),
     Sampling(2.0, 50, 0.5, 8),
 )  # fmt: skip
+OWN = "direct=1+private=1+bulk=0+loader_warps=0+staged=0+kv_ring=0"
 CASES = [  # model, batch, weights (with :zeros, groups have their own), changes to the tiling
     ("llama, groups of 4", 1, "bf16", ""),
     ("llama, groups of 4", 1, "fp16", "o_split=2+down_split=4"),
@@ -74,7 +75,10 @@ CASES = [  # model, batch, weights (with :zeros, groups have their own), changes
     ("qwen2, groups of 7, tied", 1, "bf16", "direct=1+down_split=2+blocks=5"),
     ("qwen3, 128, groups of 2", 1, "bf16", "direct=1+staged=4+kv_pieces=5"),
     ("llama, no groups, biases, odd sizes", 1, "bf16", "direct=1+bulk=0"),
-]
+    ("llama, groups of 4", 1, "bf16", f"{OWN}+stages=9+in_flight=9+in_flight_waiting=9"),
+    ("qwen3, 128, groups of 2", 1, "bf16",
+     f"{OWN}+stages=5+in_flight=5+in_flight_waiting=5+hold=4+warps=4+chunk_cols=128"),
+]  # fmt: skip
 WIDE = [c for c in CASES if c[2] == "fp32"]
 FOUR = [c for c in CASES if c[2].startswith("w4a16")]
 INT8 = [c for c in CASES if c[2] == "int8"]

@@ -52,7 +52,17 @@ struct twin_warp {
   unsigned turn;
 };
 struct twin_block { char *memory; int barred; unsigned turn; twin_warp *warps; };
-struct twin_fiber { void *stack; int block, thread; bool done; const unsigned *watched; unsigned passed; };
+#define TWIN_COPIES 256
+struct twin_copy { unsigned to; const void *from; }; /* from nowhere: the end of a group */
+struct twin_fiber {
+  void *stack;
+  int block, thread;
+  bool done;
+  const unsigned *watched;
+  unsigned passed;
+  twin_copy *copies; /* that it has not waited for */
+  int copied;
+};
 inline twin_block *twin_blocks;
 inline twin_fiber *twin_fibers;
 inline size_t twin_now;
@@ -180,7 +190,29 @@ inline void ptx_bulk(t32 to, const void *from, t32 bytes, t32 bar, t64) {
   memcpy(om_memory + to, from, bytes);
   twin_at(bar).tx -= bytes, twin_turn(twin_at(bar));
 }
-inline void ptx_copy16(t32 to, const void *from) { memcpy(om_memory + to, from, 16); }
+/* `cp.async`: a thread's copies come as late as they may: when it waits for them, or arrives behind them. */
+inline void twin_land(int groups) { /* all but the last so many groups, and what is in none yet */
+  twin_fiber &f = twin_fibers[twin_now];
+  int open = 0, done = 0;
+  for (int i = 0; i < f.copied; i++) open += !f.copies[i].from;
+  for (; open > groups; done++) {
+    const twin_copy &c = f.copies[done];
+    if (c.from) memcpy(om_memory + c.to, c.from, 16);
+    else open--;
+  }
+  f.copied -= done;
+  memmove(f.copies, f.copies + done, f.copied * sizeof(twin_copy));
+}
+inline void twin_copied(t32 to, const void *from) {
+  twin_fiber &f = twin_fibers[twin_now];
+  if (f.copied == TWIN_COPIES) fprintf(stderr, "more than %d copies under way\n", TWIN_COPIES), abort();
+  f.copies[f.copied++] = {to, from};
+}
+inline void ptx_copy16(t32 to, const void *from, ...) { twin_copied(to, from); }
+inline void ptx_copy_commit() { twin_copied(0, nullptr); }
+inline void ptx_copy_wait(int groups) { twin_land(groups); }
+inline void ptx_copy_wait_all() { ptx_copy_commit(), twin_land(0); }
+inline void ptx_copy_arrive(t32 bar) { ptx_copy_wait_all(), ptx_mbarrier_arrive(bar); }
 inline void ptx_movmatrix(t32 &r, t32 x) { /* lane (g, q): row g, columns 2 q and 2 q + 1 */
   const t32(*all)[8] = twin_meet(&x, 1);
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;

@@ -19,13 +19,14 @@ static bool twin_together(int first, int count, int threads, int order, size_t s
   std::vector<twin_fiber> fibers(all);
   std::vector<twin_warp> warps(all / 32);
   const std::unique_ptr<char[]> stacks(new char[stack * all + 64]); /* not filled: most is never touched */
+  const std::unique_ptr<twin_copy[]> copies(new twin_copy[(size_t)all * TWIN_COPIES]);
   twin_blocks = blocks.data(), twin_fibers = fibers.data(), twin_threads = threads;
   for (int b = 0; b < count; b++) blocks[b] = {memory + b * bytes, 0, 0, &warps[b * (threads / 32)]};
   for (int i = 0; i < all; i++) {
     void **top = (void **)(((uintptr_t)stacks.get() + stack * (i + 1)) / 16 * 16 - 8); /* as a call leaves it */
     *--top = (void *)twin_body;
     top -= 6;
-    fibers[i] = {top, i / threads, i % threads, false, nullptr, 0};
+    fibers[i] = {top, i / threads, i % threads, false, nullptr, 0, &copies[(size_t)i * TWIN_COPIES], 0};
   }
   for (int left = all, round = 0; left; round++) {
     bool moved = false;

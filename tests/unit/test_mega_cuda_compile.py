@@ -72,13 +72,19 @@ def test_a_slot_is_given_back_behind_the_products_that_read_it(weights: WeightFo
     assert image.count((0x7F800001).to_bytes(4, "little")) >= 5
 
 
-@pytest.mark.parametrize("weights", DIRECT)
-def test_a_direct_product_gives_a_slot_back_behind_the_reads_of_it(weights: WeightFormat) -> None:
-    """The compiler keeps the count of ones that each arrival waits for: of the two texts of q, k, v
-    (the first layer reads the embedding), the output projection, gate and up, down.
+@pytest.mark.parametrize(
+    ("name", "weights"), [*(("h200", w) for w in DIRECT), ("rtx4090", WeightFormat.BF16)]
+)
+def test_a_direct_product_gives_a_slot_back_behind_the_reads_of_it(
+    name: str, weights: WeightFormat
+) -> None:
+    """The compiler keeps the count of ones that each arrival, or each copy to a slot that was read,
+    waits for: of the two texts of q, k, v (the first layer reads the embedding), the output
+    projection, gate and up, down.
     """
-    emit = emitted("h200", replace(WORK, weights=weights))
+    emit = emitted(name, replace(WORK, weights=weights))
     assert emit.tiling.direct
+    assert emit.tiling.private == (name == "rtx4090")
     image = compile_cuda(emit.source, find("h200").arch).path.read_bytes()
     words = [int.from_bytes(image[i : i + 2], "little") for i in range(0, len(image) - 15, 8)]
     assert sum(w & 0xFFF == POPC for w in words) >= 5

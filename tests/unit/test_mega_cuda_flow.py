@@ -17,6 +17,7 @@ from obelisk.mega.cuda import emit_cuda, flow
 from obelisk.mega.cuda.emit import cuts, shares
 from obelisk.mega.cuda.flow import check_flow
 from obelisk.schedule.gpu import (
+    DRAWN,
     default_tiling,
     direct_units,
     imbalance,
@@ -186,7 +187,8 @@ def test_defaults_fit_every_gpu() -> None:
             work = Workload(batch, 2048, WeightFormat.BF16)
             t = default_tiling(model, work, machine)
             assert shared_plan(model, work, t).total <= machine.shared_bytes
-            assert t.warps <= t.stages
+            assert t.private == (not t.bulk and batch == 1)
+            assert t.stages >= (DRAWN if t.private else t.warps)
             assert 1 <= t.in_flight_waiting <= t.in_flight <= t.stages
             assert t.bulk == (name in ("h200", "b200"))
             ahead = with_staged(model, work, t, machine)
@@ -229,6 +231,51 @@ def test_long_pieces_go_through_the_ring_and_many_slots_share_rounded_rows() -> 
     assert ring.kv_ring
     assert other is not None
     assert not other.kv_ring
+
+
+@pytest.mark.parametrize("card", ["a100", "rtx3090", "rtx4090", "rtx5090"])
+def test_without_a_copy_engine_warps_copy_their_own_weights(card: str) -> None:
+    """One slot of bf16: direct products, the head as well, at least four stages, a slab of each
+    warp; no warp that loads; o and down as whole as balance and a lane's looks allow. Else warps
+    that load, several.
+    """
+    machine, work = find(card), Workload(1, 640, WeightFormat.BF16)
+    shapes = {
+        "llama-1b": real(16, 2048, 32, 8, 64, 8192), "qwen2.5": real(28, 1536, 12, 2, 128, 8960),
+        "qwen3-8b": real(36, 4096, 32, 8, 128, 12288),
+    }  # fmt: skip
+    for name, model in shapes.items():
+        t = default_tiling(model, work, machine)
+        assert t.private, name
+        assert t.direct, name
+        assert (t.bulk, t.loader_warps, t.threads) == (False, 0, 256)
+        assert t.chunk_cols == 32 * t.warps
+        assert t.stages >= 4
+        assert shared_plan(model, work, t).total <= machine.shared_bytes
+        assert "head" in direct_units(model, 1, t)
+        for batch, form in ((2, WeightFormat.BF16), (1, WeightFormat.FP16), (1, WeightFormat.INT8)):
+            other = default_tiling(model, Workload(batch, 640, form), machine)
+            assert (other.private, other.loader_warps) == (False, 4)
+
+
+def test_what_stands_against_own_copies() -> None:
+    """A copy engine, warps that load, keys and values copied ahead, other chunks, too short a
+    ring; and nobody who copies.
+    """
+    machine, work = find("rtx4090"), Workload(1, 640, WeightFormat.BF16)
+    model = real(16, 2048, 32, 8, 64, 8192)
+    t = default_tiling(model, work, machine)
+    assert refuse(model, work, t, machine) is None
+    for change, words in (
+        ({"loader_warps": 1}, "no loading warp"), ({"kv_ring": True}, "copied ahead"),
+        ({"direct": False}, "direct products"), ({"chunk_cols": 128}, "a chunk of 128 columns"),
+        ({"stages": 3, "in_flight": 3, "in_flight_waiting": 3}, "3 stages: a warp reads 4"),
+        ({"private": False, "stages": 9, "in_flight": 9, "in_flight_waiting": 9},
+         "no copy engine, and no warp that copies"),
+    ):  # fmt: skip
+        why = refuse(model, work, replace(t, **change), machine)
+        assert why is not None
+        assert words in why
 
 
 def test_products_are_direct_where_a_warp_holds_its_part_of_a_unit() -> None:

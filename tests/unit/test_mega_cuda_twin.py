@@ -6,6 +6,7 @@ on both, an H200 and the twin gave the same largest error to the last digit.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from tests.mega_models import Reference, config, random_tensors, save_model
 
 from obelisk.app import synth_cuda
 from obelisk.app.synth import workload_of
+from obelisk.base.errors import CallError
 from obelisk.engine import Engine
-from obelisk.machine import find
-from obelisk.mega.cuda import emit_cuda
+from obelisk.machine import Machine, find
+from obelisk.mega.cuda import EmittedCuda, emit_cuda
 from obelisk.plan import write_plan
 from obelisk.runtime import CudaSession
 from obelisk.runtime import cuda as runtime
@@ -53,7 +55,13 @@ def _twin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
      ("sm_90a", ("llama, groups of 4", 1, "bf16", "staged=4+kv_pieces=1")),
      ("sm_90a", ("llama, groups of 4", 1, "bf16", "direct=0+staged=4+kv_pieces=1")),
      ("sm_89",
-      ("llama, groups of 4", 1, "bf16", "direct=1+look_first=0+o_split=2+down_split=4+warps=4")),
+      ("llama, groups of 4", 1, "bf16",
+       "private=0+loader_warps=1+stages=9+look_first=0+o_split=2+down_split=4+warps=4")),
+     ("sm_89", ("llama, groups of 4", 1, "bf16", "")),
+     ("sm_80", ("llama, no groups, biases, odd sizes", 1, "bf16",
+                "look_first=0+warps=4+chunk_cols=128+stages=6+in_flight=6+in_flight_waiting=6")),
+     ("sm_120", ("qwen2, groups of 7, tied", 1, "bf16",
+                 "down_split=2+barriers=qkv.attend.o.up.down.head")),
      ("sm_90a", ("llama, groups of 4", 2, "bf16", "held=1+mass_beside=1+kv_pieces=5")),
      ("sm_90a", ("llama, groups of 4", 3, "bf16", "kv_ring=1+kv_pieces=1+chunk_cols=128+stages=9")),
      ("sm_89", ("qwen3, 24", 1, "fp16", "kv_ring=1+cuts=2+fenced=0+kv_pieces=2")),
@@ -92,6 +100,31 @@ def test_small_models(
     monkeypatch.setattr(twin.TwinDevice, "capability", machine.capability)
     row = check_plan(case, plan_of(case, machine), QUICK)
     assert row["ok"], str(row)  # whole: a dict would be cut
+
+
+@pytest.mark.parametrize(
+    ("was", "made"),
+    [('"n"(OM_STAGES - N)', '"n"(OM_STAGES - N + 1)'),
+     ("i < N && (ALL || i < count)", "i < N"),
+     ("s.from += s.skip;", "s.from += OM_HIDDEN_K * 1024;")],
+)  # fmt: skip
+def test_copies_that_a_warp_does_not_count_right_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was: str, made: str
+) -> None:
+    """The twin lets a copy land as late as it may: a warp that waits for one group too few, asks
+    for more slabs than it took, or for others of the next unit, multiplies other weights.
+    """
+    machine = replace(find("sm_89"), cores=3)
+    monkeypatch.setattr(twin.TwinDevice, "capability", machine.capability)
+    case = ("llama, no groups, biases, odd sizes", 1, "bf16", "warps=2+chunk_cols=64")
+
+    def broken(emitted: EmittedCuda, machine: Machine) -> bytes:
+        assert emitted.source.count(was) == 1
+        return twin.build_twin(emitted.source.replace(was, made), tmp_path)
+
+    monkeypatch.setattr(synth_cuda, "build", broken)
+    with contextlib.suppress(CallError):  # a token beyond the vocabulary
+        assert not check_plan(case, plan_of(case, machine), QUICK)["ok"]
 
 
 @pytest.mark.parametrize(("group", "symmetric"), [(128, True), (64, True), (32, False)])

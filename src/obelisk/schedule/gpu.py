@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -36,14 +37,20 @@ MAX_STAGES = 64
 CUTS = (1, 2, 4, 8)  # parts of a chunk, each for one warp
 SLAB_COST, FLUSH_COST = 2.0, 12.0  # of 32 columns, and of handing sums over, in multiplications
 NARROW_COST, SPREAD_COST = 1.0, 10.0  # of 32 columns of 4 or 8 bits, and where warps meet once
+DRAWN = 4  # slabs that a warp reads at a time where it copies its own weights: the least ring
+PRIVATE_SLABS = 16  # as HELD_SLABS, where warps copy their own weights and no warp loads; half of
+# them where a lane looks for much: else registers are spilled
+PRIVATE_LOOKS = 12  # of a lane for its inputs where warps copy their own weights
 HELD_SLABS = 12  # of weights that a warp of a direct product holds: 96 registers a lane
 HELD_NARROW = 6  # of 4 bits, with scales, zeros and sums of their own: more are spilled
 MOST_PARTS = 4  # of a product in front of a norm that is read into registers; more are spilled
 DIRECT_BALANCE = 1.2  # as BALANCE: parts cost a reader more where it waits for nothing else
 SUMS_ROOM = 24 * 1024  # bytes of sums between warps that cuts may take
 MISC_BYTES = 4096  # static shared memory: mbarriers, sums of squares, tokens, bins of a draw
+PRIVATE_BYTES = 3072  # the same, without mbarriers and for one slot
 BALANCE = 1.15  # largest over mean work of a block that a default accepts before splitting along K
 IN_FLIGHT_BYTES = 48 * 1024  # measured on an H200: deeper queues delay the other traffic
+LOADER_WARPS = 4  # where no engine copies: measured 18% faster than one (Llama-3.2-1B)
 WAITING = 2  # chunks in flight while a block waits
 SLOTS_WAITING = 4  # the same for several slots whose fp32 rows every block reads (2 to ROUNDED)
 O_PARTS = 2  # of a direct output projection at least: a block joins the pieces of half the heads
@@ -115,6 +122,11 @@ class GpuTiling:
             shared out between the warps, with one barrier each (batch 1, bf16 or 4-bit weights):
             no input lies in shared memory.
         look_first: direct products look at other blocks' values before they read their weights.
+        hold: slabs of weights that a warp of a direct product reads into registers before its
+            inputs; 0: as many as go with the format (`held_slabs`).
+        private: every warp copies its own slabs of all products, which are direct, the head's as
+            well, into its own part of the ring: no warp loads, nothing waits at a barrier for
+            weights. A chunk is a slab of each warp, and the whole ring is in flight.
         slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
         head_slab, head_bytes: a slab of the head, which may be of another format.
         rows: rows of a tile; 16 (the tensor cores' m).
@@ -144,6 +156,8 @@ class GpuTiling:
     spread: bool = False
     direct: bool = False
     look_first: bool = True
+    hold: int = 0
+    private: bool = False
     slab_cols: int = K_BLOCK
     slab_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
     head_slab: int = K_BLOCK
@@ -433,6 +447,8 @@ def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]
 
 def held_slabs(t: GpuTiling) -> int:
     """Slabs of a layer's weights that a warp of a direct product has in registers."""
+    if t.hold:
+        return t.hold
     return HELD_SLABS if weight_bits(t) >= 8 * WEIGHT_BYTES else HELD_NARROW
 
 
@@ -443,14 +459,21 @@ def direct_units(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, int]
     """
     out = {}
     for name, p in products(model, batch, t).items():
-        if name == "head":
+        if name == "head" and not t.private:
             continue
-        if p.chunks > t.stages:
+        if p.chunks > t.stages and not t.private:
             return dict.fromkeys(("qkv", "o", "up", "down"), 0)
         most, slabs = -(-p.units // t.blocks), held_slabs(t) // -(-p.slabs // t.warps)
-        together = max(1, min(most, slabs, t.stages // p.chunks))
+        ring = most if t.private else t.stages // p.chunks
+        together = max(1, min(most, slabs, ring))
         out[name] = -(-most // -(-most // together))
     return out
+
+
+def run_bytes(model: ModelConfig, t: GpuTiling) -> int:
+    """Bytes of the table of a block's runs of units, where warps copy their own weights."""
+    runs = model.layers * (2 + t.o_split + t.down_split) + 1
+    return align(8 * runs, 128) if t.private else 0
 
 
 def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
@@ -459,10 +482,10 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
              t.padded(model.ffn) // t.down_split]  # fmt: skip
     slab, size = input_slab(work, work.weights)
     outer, head = input_slab(work, work.weights.outer)
-    rows = max(max(parts) // slab * size, parts[0] // outer * head)
+    rows = 0 if t.private else max(max(parts) // slab * size, parts[0] // outer * head)
     inputs = align(max(rows, attention_bytes(model, work, t.warps)), 128)
     found = products(model, work.batch, t).values()
-    sums = align(max(p.sums(work.batch, t) for p in found), 128)
+    sums = 0 if t.private else align(max(p.sums(work.batch, t) for p in found), 128)
     tiles = -(-tile_count(model.hidden) * max(t.o_split, t.down_split) // t.blocks) + 1
     residual = align(4 * TILE_ROWS * work.batch * tiles, 128)
     staged = t.staged * 32 * query_stride(model.head_dim)
@@ -470,8 +493,27 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     if t.direct:  # two places in turn: sums of units, and of squares
         units = max(direct_units(model, work.batch, t).values())
         direct = align(2 * 4 * t.warps * (TILE_ROWS * units + 1), 128) + residual
+        direct += run_bytes(model, t)
     ring = t.stages * t.chunk_bytes
-    return SharedPlan(inputs, sums, residual, ring, staged=staged, direct=direct)
+    misc = PRIVATE_BYTES if t.private else MISC_BYTES
+    return SharedPlan(inputs, sums, residual, ring, misc, staged, direct)
+
+
+def refuse_private(t: GpuTiling) -> str | None:
+    """Why warps cannot copy their own weights; None when they can."""
+    if t.bulk or t.loader_warps or not t.direct or t.staged or t.kv_ring:
+        return (
+            "warps copy their own weights where no copy engine and no loading warp does, in direct "
+            "products, with no keys and values copied ahead"
+        )
+    if t.chunk_cols != t.warps * t.slab_cols:
+        return (
+            f"a chunk of {t.chunk_cols} columns: where {t.warps} warps copy their own weights it "
+            f"is a slab of each, {t.warps * t.slab_cols}"
+        )
+    if t.stages < DRAWN:
+        return f"{t.stages} stages: a warp reads {DRAWN} of its slabs at a time"
+    return None
 
 
 def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -> str | None:
@@ -501,7 +543,7 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"{t.blocks} blocks, {machine.name} has {machine.cores} SMs"
     if t.blocks > up_tiles(model):
         return f"{t.blocks} blocks, but only {up_tiles(model)} tiles of gate and up"
-    if t.stages < t.warps:
+    if t.stages < t.warps and not t.private:
         return f"{t.stages} stages for {t.warps} warps: each warp needs a slot of its own"
     if not 1 <= min(t.in_flight, t.in_flight_waiting) <= max(t.in_flight, 1) <= t.stages:
         return f"{t.in_flight} chunks in flight, the ring has {t.stages}"
@@ -509,6 +551,10 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return "direct products are for batch 1 and bf16 or 4-bit weights"
     if t.direct and t.chunk_bytes * t.slab_cols != t.chunk_cols * t.slab_bytes:
         return f"direct products: a slot of {t.chunk_bytes} bytes has room behind its slabs"
+    if t.private and (why := refuse_private(t)):
+        return why
+    if not (t.bulk or t.private or t.loader_warps):
+        return "no copy engine, and no warp that copies"
     if t.direct and t.rounded:
         return "direct products take rows of the residual stream as they are, not rounded"
     if t.direct and (t.warps < 2 or not all(direct_units(model, work.batch, t).values())):
@@ -610,28 +656,69 @@ def layer_bytes(model: ModelConfig, work: Workload, t: GpuTiling) -> int:
     return int(work.weight_bytes * all_weights) // t.blocks
 
 
+def _direct_parts(
+    model: ModelConfig, t: GpuTiling, most: int, fits: Callable[[int], bool]
+) -> list[int] | None:
+    """Parts along K of the two direct products that may be split: the fewest, from `O_PARTS` for
+    the output projection and up to `most`, whose columns fit and that balance the blocks, or
+    balance best.
+    """
+    tiles, parts = tile_count(model.hidden), []
+    for cols, least in ((model.q_width, O_PARTS), (model.ffn, 1)):
+        legal = [s for s in t.splits(cols) if s <= most and fits(t.padded(cols) // s)]
+        if not legal:
+            return None
+        even = [s for s in legal if s >= least and imbalance(tiles, s, t.blocks) <= DIRECT_BALANCE]
+        parts.append(even[0] if even else min(legal, key=lambda s: imbalance(tiles, s, t.blocks)))
+    return parts
+
+
+def with_private(
+    model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
+) -> GpuTiling | None:
+    """A tiling of direct products whose warps copy their own weights, for a machine without a copy
+    engine: the two that may be split along K in parts whose inputs a lane can look for together.
+    None where something stands against it.
+    """
+    if t.bulk or work.batch > 1 or work.weights is not WeightFormat.BF16:
+        return None
+    most = min(MOST_PARTS, PRIVATE_LOOKS // looks(t, model.hidden))
+    parts = _direct_parts(model, t, most, lambda cols: looks(t, cols) <= PRIVATE_LOOKS)
+    if parts is None:
+        return None
+    wide = max(looks(t, model.ffn // parts[1]), looks(t, model.hidden) * max(parts))
+    own = replace(
+        t, direct=True, private=True, o_split=parts[0], down_split=parts[1], loader_warps=0,
+        chunk_cols=t.warps * t.slab_cols, stages=MAX_STAGES,
+        hold=PRIVATE_SLABS if wide <= PRIVATE_LOOKS - 4 else PRIVATE_SLABS // 2,
+    )  # fmt: skip
+    while own.stages > DRAWN and shared_plan(model, work, own).total > machine.shared_bytes:
+        own = replace(own, stages=own.stages - 1)
+    own = replace(own, in_flight=own.stages, in_flight_waiting=own.stages)
+    return own if refuse(model, work, own, machine) is None else None
+
+
+def looks(t: GpuTiling, cols: int) -> int:
+    """Looks of a lane for its inputs of a direct product over so many columns."""
+    slabs = -(-t.padded(cols) // t.slab_cols // t.warps)  # of a warp
+    return -(-slabs // 4)
+
+
 def with_direct(
     model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine
 ) -> GpuTiling | None:
-    """A tiling with direct products: the two that may be split along K in the fewest parts, from
-    `O_PARTS` for the output projection and up to `MOST_PARTS`, that leave a warp no more of a unit
-    than it can hold and balance the blocks. A model that streams more than it waits has all chunks
-    in flight while a block waits; of 4-bit weights one that does not has positions copied ahead,
-    too, where that goes. None where a product is too wide for that, or something else stands
-    against it.
+    """A tiling with direct products: the two that may be split along K in parts that leave a warp
+    no more of a unit than it can hold, up to `MOST_PARTS`. A model that streams more than it waits
+    has all chunks in flight while a block waits; of 4-bit weights one that does not has positions
+    copied ahead, too, where that goes. None where a product is too wide for that, or something else
+    stands against it.
     """
     if work.batch > 1 or work.weights not in DIRECT:
         return None
     ring = 2 * t.stages // 3 * t.chunk_cols  # the rest is for what comes next
     most = min(held_slabs(t) * t.warps * t.slab_cols, ring)  # columns of a unit
-    tiles, parts = tile_count(model.hidden), []
-    for cols, least in ((model.q_width, O_PARTS), (model.ffn, 1)):
-        legal = [s for s in t.splits(cols) if s <= MOST_PARTS and t.padded(cols) // s <= most]
-        if not legal:
-            return None
-        even = [s for s in legal if s >= least and imbalance(tiles, s, t.blocks) <= DIRECT_BALANCE]
-        parts.append(even[0] if even else min(legal, key=lambda s: imbalance(tiles, s, t.blocks)))
-    if t.padded(model.hidden) > most:
+    parts = _direct_parts(model, t, MOST_PARTS, lambda cols: cols <= most)
+    if parts is None or t.padded(model.hidden) > most:
         return None
     direct = replace(t, direct=True, o_split=parts[0], down_split=parts[1])
     waits = t.staged > 0
@@ -688,11 +775,13 @@ def default_tiling(
     pieces of the context go through the ring. From 5 slots of bf16 on (a multiple of four layers)
     rows of the residual stream are rounded for all, the down projection's inputs take no more room
     than a norm's, and the output projection has four parts at least: whoever ends a row adds them.
-    `blocks` replaces the machine's SM count. Products are direct (`with_direct`) where that goes.
+    `blocks` replaces the machine's SM count. Products are direct (`with_direct`, without a copy
+    engine `with_private`) where that goes.
     Raises `Infeasible` naming the limit where nothing fits.
     """
     t = _plain_default(model, work, machine, blocks)
-    return with_direct(model, work, t, machine) or t
+    direct = with_private(model, work, t, machine) or with_direct(model, work, t, machine)
+    return direct or t
 
 
 def _plain_default(
@@ -715,7 +804,7 @@ def _plain_default(
         rounded=rounded,
         kv_pieces=max(1, min(8, count // groups)),
         bulk=bulk,
-        loader_warps=1,
+        loader_warps=1 if bulk else LOADER_WARPS,
     )
     t = for_weights(t, work)
     for slabs in chunk_slabs(work):

@@ -118,7 +118,7 @@ def _limit(step: GpuStep, machine: Machine) -> str:
         return "blocks"
     if t.blocks > up_tiles(m):
         return "parallelism"
-    if t.stages < t.warps:
+    if t.stages < t.warps and not t.private:
         return "ring"
     if t.in_flight > t.stages:
         return "in flight"

@@ -22,17 +22,20 @@ from obelisk.mega.cuda.flow import check_flow
 from obelisk.mega.cuda.layout import cuda_layout
 from obelisk.plan.layout import BITS, WeightLayout, align
 from obelisk.schedule.gpu import (
+    DRAWN,
     EDGES,
     TILE_ROWS,
     GpuTiling,
     SharedPlan,
     direct_units,
     head_chunk,
+    held_slabs,
     input_bytes,
     kv_tiles,
     narrow_inputs,
     products,
     refuse,
+    run_bytes,
     shared_plan,
     tile_count,
     up_tiles,
@@ -46,9 +49,8 @@ SPANS = (
 )  # fmt: skip
 WAITS = (*EDGES, "token", "step")
 TEXTS = (
-    "base.cuh", "weights.cuh", "weights32.cuh", "ring.cuh", "digits.cuh", "fill.cuh",
-    "attend32.cuh", "attend.cuh", "sample.cuh", "step.cuh", "part.cuh",
-    "direct.cuh",
+    "base.cuh", "weights.cuh", "weights32.cuh", "ring.cuh", "private.cuh", "digits.cuh",
+    "fill.cuh", "attend32.cuh", "attend.cuh", "sample.cuh", "step.cuh", "part.cuh", "direct.cuh",
 )  # fmt: skip
 ONCE = ("best", "token", "logits")  # exchanged once a step, behind what every layer exchanges
 SLOTS = 8
@@ -258,9 +260,11 @@ def _defines(
         "QKV_BIAS": int(model.qkv_bias), "MLP_BIAS": int(model.mlp_bias),
         "AT_SUMS": plan.inputs, "AT_RESIDUAL": plan.inputs + plan.sums,
         "AT_STAGED": plan.inputs + plan.sums + plan.residual, "STAGED": t.staged,
-        "DIRECT": int(t.direct), "LOOK_FIRST": int(t.look_first),
+        "DIRECT": int(t.direct), "LOOK_FIRST": int(t.look_first), "HOLD": held_slabs(t),
+        "PRIVATE": int(t.private), "DRAW": DRAWN,
         "AT_DIRECT": summed, "TOGETHER": max(side.values()),
         "AT_RESIDUAL_DOWN": ring - plan.residual,
+        "AT_RUNS": ring - plan.residual - run_bytes(model, t),
         **{f"{n.upper()}_TOGETHER": units for n, units in side.items()},
         **{f"{n.upper()}_MOST": -(-cut[n].units // t.blocks) for n in side},
         "HELD": int(t.held), "MASS_BESIDE": int(t.mass_beside),

@@ -54,6 +54,13 @@ struct om_state { /* one consumer thread's view */
   u32 chunk, unit; /* the phase's first chunk and joined unit, counted from the launch's first */
   u32 joined; /* times that warps' sums met: direct products */
   u32 meets;
+#if OM_PRIVATE
+  const char *from; /* the lane's next weights to copy, in step `copied` */
+  int copied, run, units; /* the run of units that is being copied, and units of it behind this one */
+  int left, mine, skip; /* this warp's slabs of the unit that are left, and all; bytes to those of the next unit */
+  u64 policy; /* of weights in L2 */
+  u32 ring, slot; /* the lane's place in the ring's first slot; bytes from there to the oldest one */
+#endif
   /* Asked for anew where they are used: kept in registers through the whole kernel they would push others out. */
   __device__ __forceinline__ int thread() const {
     int t;

@@ -279,6 +279,22 @@ struct om_put_up : om_put { /* rows 0 to 7 of a tile are gates, 8 to 15 the same
   }
 };
 
+struct om_put_head { /* keeps the best of a row in registers; a warp's units come in rising order */
+  const om_state &s;
+  char *logits;
+  int first;
+  u32 tag;
+  float *best;
+  int *best_id;
+  __device__ __forceinline__ float early(int, int) const { return 0.0f; }
+  __device__ __forceinline__ void put(const om_state &, int unit, int row, float v) const {
+    const int id = (first + unit) * 16 + row;
+    if (s.p->keep_logits && s.lane() < 16) om_put((u64 *)logits + id, __float_as_uint(v), tag);
+    if (id < OM_VOCAB && v > *best) *best = v, *best_id = id;
+  }
+};
+
+#if !OM_PRIVATE
 /* A lane's operands of this warp's slabs of unit `unit`, once they have landed. Slots are neighbours: slabs of a unit
  * follow one another in memory, but for the ring's end. */
 template <int SLABS, int CHUNK>
@@ -304,17 +320,58 @@ __device__ __forceinline__ void om_unit_weights(const om_state &s, int unit, typ
   }
 }
 
+#else
+/* Slabs of a warp's part of a unit from FROM on, which no register held: four of them are the eight steps of a group of
+ * inputs. One text for all groups. */
+template <int FROM, int SLABS>
+__device__ __forceinline__ void om_direct_rest(om_state &s, int mine, const om_part<SLABS> &part, float (&c)[2][4]) {
+  using Part = om_part<SLABS>;
+  static_assert(FROM % 4 == 0 || FROM >= Part::MINE, "whole groups are held");
+#pragma unroll 1
+  for (int g = FROM / 4; g < (FROM < Part::MINE ? Part::GROUPS : 0); g++) {
+    uint4 a[8];
+    om_draw<4, Part::EVEN && Part::MINE % 4 == 0>(s, mine - 4 * g, a);
+    u32 b0 = 0, b1 = 0;
+#pragma unroll
+    for (int i = FROM / 4; i < Part::GROUPS; i++)
+      if (i == g) b0 = part.b[i][0], b1 = part.b[i][1];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const bool here = s.lane() / 4 == j;
+      om_mma(c[j % 2], a[j], here ? b0 : 0, here ? b1 : 0);
+    }
+  }
+}
+#endif
+
 /* Up to TOGETHER units from `begin` on; the inputs are made before the first. */
-template <int SLABS, int CHUNK, int TOGETHER, bool FIRST, class In, class Out>
+template <int SLABS, int CHUNK, int MOST, int TOGETHER, bool FIRST, class In, class Out>
 __device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units, int kind, const In &in, const Out &out,
                                                om_part<SLABS> &part, u64 &t) {
-  constexpr int CHUNKS = (SLABS + CHUNK - 1) / CHUNK, MINE = om_part<SLABS>::MINE;
+  using Part = om_part<SLABS>;
+  constexpr int MINE = Part::MINE, HOLD = OM_PRIVATE && MINE > OM_HOLD ? OM_HOLD : MINE; /* read before the inputs */
+  static_assert(HOLD == MINE || TOGETHER == 1, "units that are not held as a whole");
   const int lane = s.lane(), warp = s.warp(), some = min(TOGETHER, units - begin);
   typename In::template early_t<SLABS> early;
-  if (FIRST && OM_LOOK_FIRST) in.template early<SLABS>(s, early);
-  const int own = OM_WARPS - 1 - warp; /* the first unit that this warp ends: the first warps have more to do next */
+  if (FIRST && OM_LOOK_FIRST && !OM_PRIVATE) in.template early<SLABS>(s, early);
+  const bool first = FIRST && (!OM_PRIVATE || MOST <= TOGETHER || begin == 0);
+  /* the first unit that this warp ends: the first warps have more to do next; of the head's many, all in turn */
+  const int own = (OM_WARPS - 1 - warp + (OM_PRIVATE ? begin : 0)) % OM_WARPS;
   const float bias = own < some ? out.early(begin + own, lane % 16) : 0.0f;
-  typename om_part<SLABS>::Weights a[TOGETHER];
+#if OM_PRIVATE
+  uint4 a[TOGETHER][2 * HOLD];
+  const int mine = Part::EVEN ? MINE : min(MINE, SLABS - warp * MINE);
+#pragma unroll
+  for (int u = 0; u < TOGETHER; u++)
+    if (u < some) {
+      om_draw_all<0, HOLD, Part::EVEN>(s, mine, a[u]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2 * HOLD; j++) a[u][j] = make_uint4(0, 0, 0, 0);
+    }
+#else
+  typename Part::Weights a[TOGETHER];
+  constexpr int CHUNKS = (SLABS + CHUNK - 1) / CHUNK;
 #pragma unroll
   for (int u = 0; u < TOGETHER; u++) /* what a block has too few units for is not used */
     om_unit_weights<SLABS, CHUNK>(s, min(u, some - 1), a[u]);
@@ -328,19 +385,37 @@ __device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units
   for (int i = lane; om_is_read(mix) && i < some * CHUNKS; i += 32)
     om_arrive(om_address(om.empty) + 8 * ((s.chunk + i) % OM_STAGES));
   s.chunk += some * CHUNKS;
+#endif
   float squares = 0.0f;
-  if (FIRST) {
+  if (first) {
     om_waiting(s, 1);
+    if (OM_PRIVATE) in.template early<SLABS>(s, early);
     squares = in.template fill<SLABS>(s, early, part);
     om_waiting(s, 0);
     t = om_span(s, kind - 1, t);
   }
   float both[TOGETHER][2];
+#if OM_PRIVATE
+  float c[TOGETHER][2][4] = {};
+#pragma unroll
+  for (int j = 0; j < 2 * HOLD; j++) {
+    const bool here = lane / 4 == j % 8;
+    const u32 b0 = here ? part.b[j / 8][0] : 0, b1 = here ? part.b[j / 8][1] : 0;
+#pragma unroll
+    for (int u = 0; u < TOGETHER; u++) om_mma(c[u][j % 2], a[u][j], b0, b1);
+  }
+  om_direct_rest<HOLD, SLABS>(s, mine, part, c[0]);
+#pragma unroll
+  for (int u = 0; u < TOGETHER; u++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) both[u][i] = (c[u][0][2 * i] + c[u][0][2 * i + 1]) + (c[u][1][2 * i] + c[u][1][2 * i + 1]);
+#else
   part.template multiply<TOGETHER>(lane, a, both);
+#endif
   const u32 turn = s.joined++ & 1;
   float *const sums = (float *)(om_memory + OM_AT_DIRECT) + turn * OM_DIRECT_SUMS;
   float *const squared = (float *)(om_memory + OM_AT_DIRECT) + 2 * OM_DIRECT_SUMS + (kind == OM_SPAN_UP) * OM_WARPS;
-  if (In::NORM && FIRST) { /* a place for each of a layer's norms */
+  if (In::NORM && first) { /* a place for each of a layer's norms */
 #pragma unroll
     for (int d = 16; d; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
     if (lane == 0) squared[warp] = squares;
@@ -386,11 +461,17 @@ template <int SLABS, int CHUNK, int MOST, int TOGETHER, class In, class Out>
 __device__ __forceinline__ void om_direct(om_state &s, int units, int kind, const In &in, const Out &out) {
   u64 t = om_stamp(s);
   om_part<SLABS> part;
-  om_direct_turn<SLABS, CHUNK, TOGETHER, true>(s, 0, units, kind, in, out, part, t);
+#if OM_PRIVATE /* one text for all turns: a layer's should fit the cache of instructions */
+#pragma unroll 1
+  for (int begin = 0; begin < units; begin += TOGETHER)
+    om_direct_turn<SLABS, CHUNK, MOST, TOGETHER, true>(s, begin, units, kind, in, out, part, t);
+#else
+  om_direct_turn<SLABS, CHUNK, MOST, TOGETHER, true>(s, 0, units, kind, in, out, part, t);
   if (MOST > TOGETHER)
 #pragma unroll 1
     for (int begin = TOGETHER; begin < units; begin += TOGETHER)
-      om_direct_turn<SLABS, CHUNK, TOGETHER, false>(s, begin, units, kind, in, out, part, t);
+      om_direct_turn<SLABS, CHUNK, MOST, TOGETHER, false>(s, begin, units, kind, in, out, part, t);
+#endif
   om_span(s, kind, t);
 }
 
@@ -420,6 +501,9 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   int from, to;
 #if OM_STAGED
   om_stage(s);
+#endif
+#if OM_PRIVATE
+  om_ask_layer(s);
 #endif
   if (s.layer == 0) om_clear_queries(s); /* the head's inputs were there */
   om_own(OM_O, s.turn, from, to);
@@ -463,4 +547,21 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
       [&](int part) { return om_in_act{act, use, part}; });
   OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
 }
+
+#if OM_PRIVATE
+/* The best of this block's logits that this lane has seen. */
+__device__ __forceinline__ void om_direct_head(om_state &s, const char *before, char *between, u32 tag, float &best,
+                                               int &id) {
+  best = -OM_INFINITY, id = 0x7fffffff;
+  const om_in_norm<OM_DOWN_SPLIT, false> in{
+      before, (tag - 1) & 7, OM_EDGE_DOWN, (const float *)(s.p->weights + OM_AT_NORM_FINAL), 0, 0, om_kept_rows(0)};
+  const int units = om_units(OM_HEAD, s.turn);
+  if (OM_VOCAB_TILES < OM_BLOCKS && units == 0)
+    om_direct_idle<OM_HIDDEN_K>(s, in);
+  else
+    om_direct<OM_HIDDEN_K, OM_HEAD_CHUNK, OM_HEAD_MOST, OM_HEAD_TOGETHER>(
+        s, units, OM_SPAN_HEAD, in,
+        om_put_head{s, between + OM_PLACE_LOGITS, om_share(OM_HEAD, s.turn), tag, &best, &id});
+}
+#endif
 #endif

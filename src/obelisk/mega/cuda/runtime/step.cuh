@@ -60,8 +60,10 @@ __device__ __forceinline__ u32 om_down_mark(u32 done, int layer, u32 tag) {
   return OM_FP32 ? (done * each + layer / 2 + 1) & 1 : tag & 7;
 }
 
-#if OM_DIRECT
-__device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag); /* direct.cuh */
+#if OM_DIRECT /* direct.cuh */
+__device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag);
+__device__ __forceinline__ void om_direct_head(om_state &s, const char *before, char *between, u32 tag, float &best,
+                                               int &id);
 #else
 /* OM_APART: 0, or in a recording kernel the bytes from a layer's exchanged values to the next one's, so that all stay. */
 __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
@@ -154,6 +156,19 @@ __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
   const u32 layers = (p->uses + s.step + 1) * OM_LAYERS - 1;
   const char *const before = om_stream(between + (OM_LAYERS - 1) * (size_t)OM_APART, layers, OM_LAYERS - 1);
   u64 t = om_stamp(s);
+#if OM_PRIVATE
+  float best;
+  int best_id;
+  om_direct_head(s, before, between, tag, best, best_id);
+  const int lane = s.lane();
+#pragma unroll
+  for (int d = 1; d < 16; d *= 2) {
+    const float x = __shfl_xor_sync(~0u, best, d);
+    const int id = __shfl_xor_sync(~0u, best_id, d);
+    if (x > best || (x == best && id < best_id)) best = x, best_id = id;
+  }
+  if (lane == 0) om.best[s.warp()][0] = best, om.best_id[s.warp()][0] = best_id;
+#else
 #if OM_ROUNDED
   const float2 root = om_fill_rows<OM_DOWN_SPLIT>(s, before, (tag - 1) & 7, om_stream_use(layers), OM_EDGE_DOWN, 0, 0);
 #else
@@ -185,6 +200,7 @@ __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
     const int slot = 2 * lane + j;
     if (lane < 4 && slot < OM_BATCH) om.best[s.warp()][slot] = best[j], om.best_id[s.warp()][slot] = best_id[j];
   }
+#endif
   om_sync();
   const int slot = s.thread();
   if (slot < OM_BATCH) {
@@ -198,13 +214,13 @@ __device__ __forceinline__ void om_head(om_state &s, char *between, u32 tag) {
     om_put2((u64 *)(between + OM_PLACE_BEST) + ((size_t)slot * OM_BLOCKS + s.block()) * 2, __float_as_uint(top),
             (u32)id, tag);
   }
-  om_span(s, OM_SPAN_HEAD, t);
+  if (!OM_PRIVATE) om_span(s, OM_SPAN_HEAD, t);
   OM_EDGE_DONE(OM_BARRIER_HEAD, OM_EDGE_HEAD);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
     obelisk_mega(const __grid_constant__ om_launch launch) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x;
+  const int block = blockIdx.x;
   const om_launch *const p = &launch;
   if (threadIdx.x == 0) {
     for (int i = 0; i < OM_STAGES; i++) {
@@ -227,7 +243,12 @@ extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
     asm volatile("fence.mbarrier_init.release.cluster;");
 #endif
   }
+#if OM_PRIVATE
+  om_make_runs(block);
+#endif
   __syncthreads();
+#if !OM_PRIVATE
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= OM_WARPS) {
 #if OM_BULK
     if (lane == 0) om_load(p, block, 0);
@@ -236,9 +257,13 @@ extern "C" __global__ void __launch_bounds__(32 * (OM_WARPS + OM_LOADERS), 1)
 #endif
     return;
   }
+#endif
   om_state s;
   s.p = p;
   s.chunk = s.unit = s.joined = 0, s.meets = 0;
+#if OM_PRIVATE
+  om_begin(s);
+#endif
   u32 tag = p->tag;
   for (s.step = 0; s.step < p->steps; s.step++) {
     s.turn = block;
