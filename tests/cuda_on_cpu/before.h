@@ -53,14 +53,14 @@ struct twin_warp {
 };
 struct twin_block { char *memory; int barred; unsigned turn; twin_warp *warps; };
 #define TWIN_COPIES 256
-struct twin_copy { unsigned to; const void *from; }; /* from nowhere: the end of a group */
+struct twin_piece { unsigned to; const void *from; }; /* from nowhere: the end of a group */
 struct twin_fiber {
   void *stack;
   int block, thread;
   bool done;
   const unsigned *watched;
   unsigned passed;
-  twin_copy *copies; /* that it has not waited for */
+  twin_piece *copies; /* that it has not waited for */
   int copied;
 };
 inline twin_block *twin_blocks;
@@ -196,12 +196,12 @@ inline void twin_land(int groups) { /* all but the last so many groups, and what
   int open = 0, done = 0;
   for (int i = 0; i < f.copied; i++) open += !f.copies[i].from;
   for (; open > groups; done++) {
-    const twin_copy &c = f.copies[done];
+    const twin_piece &c = f.copies[done];
     if (c.from) memcpy(om_memory + c.to, c.from, 16);
     else open--;
   }
   f.copied -= done;
-  memmove(f.copies, f.copies + done, f.copied * sizeof(twin_copy));
+  memmove(f.copies, f.copies + done, f.copied * sizeof(twin_piece));
 }
 inline void twin_copied(t32 to, const void *from) {
   twin_fiber &f = twin_fibers[twin_now];

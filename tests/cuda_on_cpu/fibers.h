@@ -19,7 +19,7 @@ static bool twin_together(int first, int count, int threads, int order, size_t s
   std::vector<twin_fiber> fibers(all);
   std::vector<twin_warp> warps(all / 32);
   const std::unique_ptr<char[]> stacks(new char[stack * all + 64]); /* not filled: most is never touched */
-  const std::unique_ptr<twin_copy[]> copies(new twin_copy[(size_t)all * TWIN_COPIES]);
+  const std::unique_ptr<twin_piece[]> copies(new twin_piece[(size_t)all * TWIN_COPIES]);
   twin_blocks = blocks.data(), twin_fibers = fibers.data(), twin_threads = threads;
   for (int b = 0; b < count; b++) blocks[b] = {memory + b * bytes, 0, 0, &warps[b * (threads / 32)]};
   for (int i = 0; i < all; i++) {
