@@ -28,7 +28,7 @@ from tests.mega_cuda_models import MODELS, Rounded
 from tests.mega_gptq import quantised
 from tests.mega_models import random_tensors
 
-TOLERANCE, NEAR_TIE = 2e-2, 1e-2
+TOLERANCE, NEAR_TIE = 2e-2, 2e-2  # two logits may each be off by half of what one may
 TOLERANCE_FP32, NEAR_TIE_FP32 = 1e-5, 1e-5
 CONTEXT, STEPS = 160, 24
 DRAWS = (
@@ -60,7 +60,7 @@ CASES = [  # model, batch, weights (with :zeros, groups have their own), changes
     ("llama, no groups, biases, odd sizes", 8, "int8", "chunk_cols=128"),
     ("llama, groups of 4", 1, "w4a16", "direct=0+staged=0+spread=1+warps=2+stages=12"),
     ("llama, groups of 4", 1, "w4a16:zeros", "direct=1+down_split=2+staged=4"),
-    ("qwen3, 128, groups of 2", 1, "w4a16:32:zeros", "direct=1+look_first=0+bulk=0"),
+    ("qwen3, 128, groups of 2", 1, "w4a16:64:zeros", "direct=1+look_first=0+bulk=0"),
     ("qwen2, groups of 7, tied", 1, "w4a16:64:zeros", "direct=1+warps=4+o_split=7+blocks=5"),
     ("llama, no groups, biases, odd sizes", 1, "w4a16:32", "direct=1+staged=0+kv_ring=1"),
     ("llama, groups of 4", 2, "w4a16:32:zeros", "spread=1+warps=2+stages=12+chunk_cols=256"),

@@ -17,6 +17,7 @@ from obelisk.app.loading import load_program
 from obelisk.base.errors import BuildFailed, MissingDependency
 from obelisk.build.cuda import (
     ARCHITECTURES,
+    LARGE,
     Cubin,
     Resources,
     compile_cuda,
@@ -28,6 +29,13 @@ from obelisk.lower.cuda import CudaOptions, lower_cuda
 from obelisk.machine import Machine, find
 
 MACHINES = [find(n) for n in ("a100", "rtx3090", "rtx4090", "h200", "b200", "rtx5090")]
+DEADLY = """extern "C" __global__ void k(int *p) {
+  __shared__ unsigned long long b;
+  const unsigned at = (unsigned)__cvta_generic_to_shared(&b);
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(0));
+  *p = 1;
+}
+"""  # a count of 0: the assembler of NVRTC 13.0 dies of it, for sm_90 and later
 PROGRAMS = ("gqa", "mha", "mqa", "qknorm", "rmsnorm", "lora", "gated_mlp", "ntrans", "moe")
 SMALL = 'extern "C" __global__ void k(float *p) { p[threadIdx.x] = 1.0f; }\n'
 
@@ -144,6 +152,24 @@ def test_equal_texts_are_compiled_once_and_failures_end_nothing(tmp_path: Path) 
     assert isinstance(answers[1], BuildFailed)
     assert "nonsense" in answers[1].reason
     assert "nonsense" in Path(answers[1].log).read_text()
+
+
+def test_a_long_text_is_compiled_apart_and_may_end_its_compiler(tmp_path: Path) -> None:
+    """NVRTC in a child process: the same answers; its death and its taking too long are answers."""
+    if not toolchain().startswith("nvrtc"):
+        pytest.skip("NVRTC is not here")
+    padding = "// " + "x" * LARGE + "\n"
+    good = compile_cuda(SMALL + padding, "sm_90a", directory=tmp_path)
+    plain = compile_cuda(SMALL, "sm_90a", directory=tmp_path)
+    assert good.resources == plain.resources
+    with pytest.raises(BuildFailed, match="nonsense") as wrong:
+        compile_cuda(SMALL.replace("1.0f", "nonsense") + padding, "sm_90a", directory=tmp_path)
+    assert "nonsense" in Path(wrong.value.log).read_text()
+    with pytest.raises(BuildFailed, match=r"exceeded its 0\.01 s"):
+        compile_cuda(SMALL + padding, "sm_80", directory=tmp_path, timeout=0.01)
+    if toolchain() == "nvrtc 13.0":  # a later one may compile it
+        with pytest.raises(BuildFailed, match="ended by signal 11"):
+            compile_cuda(DEADLY + padding, "sm_90a", directory=tmp_path)
 
 
 @pytest.mark.usefixtures("either")

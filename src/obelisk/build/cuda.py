@@ -2,7 +2,8 @@
 
 Takes source text; gives the path of a cubin in a directory whose name is the digest of everything
 that went in, and what the compiler says of registers, spills and shared memory. NVRTC runs in
-process (threads compile in parallel); where its wheel is missing, `nvcc` in child processes.
+process (threads compile in parallel), a megakernel's long text in a child process of its own, which
+may die; where its wheel is missing, `nvcc` in child processes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from obelisk.build.compiler import work_folder
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 REASON_CHARS = 300
+LARGE = 64_000  # characters of a text (a megakernel's) that NVRTC compiles in a child process
 VERSION_SECONDS = 20.0
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -134,6 +137,42 @@ def _nvrtc(source: str, arch: str) -> tuple[bytes, str]:
         nvrtc.nvrtcDestroyProgram(program)
 
 
+def _nvrtc_apart(source: str, arch: str, timeout: float) -> tuple[bytes, str]:
+    """As `_nvrtc`, in a child process: its assembler can die of a text, or take very long."""
+    with tempfile.TemporaryDirectory(prefix="obelisk-") as folder:
+        text, out, log = (Path(folder) / f"kernel.{end}" for end in ("cu", "cubin", "log"))
+        text.write_text(source, encoding="utf-8")
+        command = [sys.executable, "-m", __name__, arch, folder]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=timeout,
+                check=False, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as late:
+            raise BuildFailed(f"NVRTC exceeded its {timeout:g} s") from late
+        said = log.read_text(encoding="utf-8") if log.is_file() else done.stderr
+        if done.returncode < 0:
+            raise BuildFailed(f"NVRTC was ended by signal {-done.returncode}", said)
+        if done.returncode != 0:
+            otherwise = done.stderr.strip()[-REASON_CHARS:] or f"exit code {done.returncode}"
+            raise BuildFailed(_reason(said, otherwise), said)
+        return out.read_bytes(), said
+
+
+def _child(arch: str, folder: str) -> int:
+    """What the child process of `_nvrtc_apart` does: kernel.cu to kernel.cubin and kernel.log."""
+    home = Path(folder)
+    try:
+        cubin, log = _nvrtc((home / "kernel.cu").read_text(encoding="utf-8"), arch)
+    except BuildFailed as failed:
+        (home / "kernel.log").write_text(failed.log, encoding="utf-8")
+        sys.stderr.write(failed.reason)
+        return 1
+    (home / "kernel.log").write_text(log, encoding="utf-8")
+    (home / "kernel.cubin").write_bytes(cubin)
+    return 0
+
+
 def _nvcc(path: str, source: str, arch: str, timeout: float) -> tuple[bytes, str]:
     """Compile in a child process. Returns cubin and log."""
     with tempfile.TemporaryDirectory(prefix="obelisk-") as folder:
@@ -170,8 +209,9 @@ def compile_cuda(
     """Compile one translation unit for `arch` (`sm_90a`, ...), or find the cubin of the same text,
     architecture and compiler.
 
-    `timeout` (seconds) bounds nvcc; NVRTC runs in process. Raises `BuildFailed` with the reason and
-    the path of the kept log, and `MissingDependency` where there is no compiler.
+    `timeout` (seconds) bounds nvcc. NVRTC runs in process, or for a text of more than `LARGE`
+    characters in a child, which `timeout` bounds. Raises `BuildFailed` with the reason and the path
+    of the kept log, and `MissingDependency` where there is no compiler.
     """
     who = toolchain()
     root = directory or settings().cache_dir / "build"
@@ -185,7 +225,9 @@ def compile_cuda(
     work = work_folder(home)
     try:
         try:
-            if who.startswith("nvrtc"):
+            if who.startswith("nvrtc") and len(source) > LARGE:
+                binary, log = _nvrtc_apart(source, arch, timeout)
+            elif who.startswith("nvrtc"):
                 binary, log = _nvrtc(source, arch)
             else:
                 binary, log = _nvcc(who.split(" ")[0], source, arch, timeout)
@@ -233,3 +275,7 @@ def compile_cuda_many(
     with ThreadPoolExecutor(max_workers=max(1, workers or usable_cores())) as pool:
         answers = dict(zip(unique, pool.map(one, unique), strict=True))
     return [answers[s] for s in sources]
+
+
+if __name__ == "__main__":
+    sys.exit(_child(*sys.argv[1:]))
