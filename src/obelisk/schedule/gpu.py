@@ -768,7 +768,7 @@ def default_tiling(
     along K where a block's share would be over 15% above the mean, or where the input rows would
     take over a third of shared memory; the context is cut so that every block has a piece, at most
     8 of them; the ring takes the rest of shared memory, with 48 KB of it in flight, 16 KB while a
-    block waits, or all (32 KB with several slots) where a layer's weights are many rings (such a
+    block waits, or all (32 KB with 2 to 4 slots) where a layer's weights are many rings (such a
     model is bound by its stream); where
     they are few, the first positions of the cache are copied ahead (batch 1, 16-bit weights, or
     products that are direct). Long
@@ -816,7 +816,7 @@ def _plain_default(
     flight = max(2, min(t.stages, IN_FLIGHT_BYTES // t.chunk_bytes))
     layer = layer_bytes(model, work, t)
     streamed = layer > STREAMED * t.stages * t.chunk_bytes
-    waiting = SLOTS_WAITING if work.batch > 1 else flight
+    waiting = SLOTS_WAITING if 1 < work.batch <= ROUNDED else flight
     if not streamed or rounded:
         waiting = WAITING
     t = replace(t, in_flight=flight, in_flight_waiting=min(waiting, flight))
