@@ -5,8 +5,9 @@
 
 A row is a whole greedy decode step (head and argmax included), as in `bench/mega_cuda.py`, whose
 specs these are; the bf16 step of torch, compiled, in a CUDA graph, is replayed right behind ours
-for the rows of TORCH. A test checks that the README holds exactly what `write` makes of the
-results.
+for the rows of TORCH. Of several files `mega_bench*.json` a row is that of the newest run that has
+it; each run is named with its rows. A test checks that the README holds exactly what `write` makes
+of the results.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from obelisk.base.errors import ObeliskError
 from obelisk.plan import Plan
 
 RESULTS = Path(__file__).parent / "results" / "mega_bench.json"
+OTHER = " (of another run)"
 README = Path(__file__).parents[1] / "README.md"
 MARKS = (
     "<!-- the megakernel: written by bench/mega_table.py -->\n",
@@ -104,61 +106,89 @@ def run(specs: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def against(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
-    """How a row compares with the row of the same model that it is a variation of."""
+def runs() -> list[dict[str, Any]]:
+    """All stored runs, the newest first: by date, then by the file's name."""
+    found = [
+        (data["date"], path.name, data)
+        for path in RESULTS.parent.glob("mega_bench*.json")
+        for data in [json.loads(path.read_text())]
+    ]
+    return [data for *_, data in sorted(found, key=lambda x: x[:2], reverse=True)]
+
+
+def against(row: dict[str, Any], own: dict[str, Any], newest: dict[str, Any]) -> str:
+    """How a row compares with the row of the same model that it is a variation of: in its own run,
+    or else in the newest that has it.
+    """
     name, batch, context, changes, form = [*row["spec"].split(":"), "", "", "", ""][:5]
-    plain = rows.get(name)
+    plain, where = (own[name], "") if name in own else (newest.get(name), OTHER)
     if plain is None or row is plain:
         return ""
     ratio = row["us"] / plain["us"]
     if form:
-        return f"{1 / ratio:.2f} times as fast as bf16"
+        return f"{1 / ratio:.2f} times as fast as bf16{where}"
     if changes.startswith("ada"):
-        return f"{ratio:.2f} of the plan for sm_90a"
+        return f"{ratio:.2f} of the plan for sm_90a{where}"
     if batch:
-        return f"{ratio:.2f} of batch 1"
+        return f"{ratio:.2f} of batch 1{where}"
     if context:
         longer = plain["us"] * (row["bytes"] / plain["bytes"])
-        return f"{row['us'] / longer:.2f} of position 512's time for as many bytes"
+        return f"{row['us'] / longer:.3f} of position 512's time for as many bytes{where}"
     return ""
 
 
-def table(data: dict[str, Any]) -> str:
-    """One row per spec, then what was run where."""
-    rows = {row["spec"]: row for row in data["rows"] if "raised" not in row}
-    where = data["environment"]
+def line(row: dict[str, Any], bandwidth: float, compared: str) -> str:
+    """One row of the table."""
+    name, batch, context, changes, form = [*row["spec"].split(":"), "", "", "", ""][:5]
+    title = f"{name}, {ADA}" if changes.startswith("ada") else name
+    floor = row["bytes"] / bandwidth * 1e6
+    torch = row.get("torch")
+    theirs, ratio = ("-", "-")
+    if torch is not None:
+        theirs, ratio = f"{torch['torch_us']:.0f}", f"{torch['torch_us'] / row['us']:.2f}"
+    return (
+        f"| {title} | {batch or 1} | {context or 512} | {form or 'bf16'} | {row['us']:.1f} | "
+        f"{row['least']:.1f} to {row['most']:.1f} | {floor / row['us']:.0%} | {theirs} | "
+        f"{ratio} | {compared} |"
+    )
+
+
+def table(stored: list[dict[str, Any]]) -> str:
+    """One row per spec, then what was run where. Runs: the newest first."""
+    by_run = [{r["spec"]: r for r in data["rows"] if "raised" not in r} for data in stored]
+    newest = {spec: row for rows in reversed(by_run) for spec, row in rows.items()}
+    known = [data["environment"].get("bandwidth") for data in stored]
     lines = [
         "| model | batch | position | weights | us a step | least to most | of the floor | "
         "torch.compile | torch / ours | in comparison |",
         "|---|" + "---|" * 9,
     ]
-    for row in data["rows"]:
-        name, batch, context, changes, form = [*row["spec"].split(":"), "", "", "", ""][:5]
-        title = f"{name}, {ADA}" if changes.startswith("ada") else name
-        if "raised" in row:
-            lines.append(
-                f"| {title} | {batch or 1} | {context or 512} | {row['raised']} |" + " |" * 6
-            )
+    shown: list[list[str]] = [[] for _ in stored]
+    for spec in ROWS:
+        at = next((i for i, rows in enumerate(by_run) if spec in rows), None)
+        if at is None:
             continue
-        floor = row["bytes"] / where["bandwidth"] * 1e6
-        torch = row.get("torch")
-        theirs, ratio = ("-", "-")
-        if torch is not None:
-            theirs, ratio = f"{torch['torch_us']:.0f}", f"{torch['torch_us'] / row['us']:.2f}"
-        lines.append(
-            f"| {title} | {batch or 1} | {context or 512} | {form or 'bf16'} | {row['us']:.1f} | "
-            f"{row['least']:.1f} to {row['most']:.1f} | {floor / row['us']:.0%} | {theirs} | "
-            f"{ratio} | {against(row, rows)} |"
-        )
+        shown[at].append(spec)
+        bandwidth = known[at] or next(x for x in known if x)
+        row = by_run[at][spec]
+        lines.append(line(row, bandwidth, against(row, by_run[at], newest)))
+    rates = sorted({f"{x / 1e12:.2f}" for x in known if x})
     text = (
         "One greedy step of the whole model, head and argmax included: the median of six launches "
         "of 128 steps, random weights. Floor: the bytes of the weights, keys and values that a "
-        f"step reads over the copy bandwidth of the same run ({where['bandwidth'] / 1e12:.2f} "
-        "TB/s, reads and writes; a kernel that only reads may pass it). torch.compile: the same "
-        "step in bf16, in a CUDA graph, replayed in the same process behind ours. "
-        f"`{data['command']}`, commit {data['commit']}, {data['date']}, {where['device']}, torch "
-        f"{where['torch']}, CUDA {where['cuda']}."
+        f"step reads over the copy bandwidth ({', '.join(rates)} TB/s, reads and writes, of the "
+        "same run, or of the newest that measured it; a kernel that only reads may pass it). "
+        "torch.compile: the same step in bf16, in a CUDA graph, replayed in the same process "
+        "behind ours. Hosts differ by up to 3%."
     )
+    for data, specs in zip(stored, shown, strict=True):
+        if specs:
+            where = data["environment"]
+            text += (
+                f" {', '.join(f'`{s}`' for s in specs)}: `{data['command']}`"
+                f"{data.get('note', '')}, commit {data['commit']}, {data['date']}, "
+                f"{where['device']}, torch {where['torch']}, CUDA {where['cuda']}."
+            )
     return "\n".join([*lines, "", text, ""])
 
 
@@ -169,7 +199,7 @@ def write() -> None:
     _, end, tail = rest.partition(MARKS[1])
     if not end:
         raise SystemExit(f"{README} has no marks for this table")
-    README.write_text(head + mark + table(json.loads(RESULTS.read_text())) + end + tail, "utf-8")
+    README.write_text(head + mark + table(runs()) + end + tail, "utf-8")
 
 
 def main() -> None:
