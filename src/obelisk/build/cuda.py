@@ -137,19 +137,24 @@ def _nvrtc(source: str, arch: str) -> tuple[bytes, str]:
         nvrtc.nvrtcDestroyProgram(program)
 
 
+def _run(command: list[str], timeout: float, who: str) -> subprocess.CompletedProcess[str]:
+    """Run a compiler; raises `BuildFailed` where it takes more than `timeout` seconds."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout,
+            check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        raise BuildFailed(f"{who} exceeded its {timeout:g} s") from late
+
+
 def _nvrtc_apart(source: str, arch: str, timeout: float) -> tuple[bytes, str]:
     """As `_nvrtc`, in a child process: its assembler can die of a text, or take very long."""
     with tempfile.TemporaryDirectory(prefix="obelisk-") as folder:
         text, out, log = (Path(folder) / f"kernel.{end}" for end in ("cu", "cubin", "log"))
         text.write_text(source, encoding="utf-8")
         command = [sys.executable, "-m", __name__, arch, folder]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=timeout,
-                check=False, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as late:
-            raise BuildFailed(f"NVRTC exceeded its {timeout:g} s") from late
+        done = _run(command, timeout, "NVRTC")
         said = log.read_text(encoding="utf-8") if log.is_file() else done.stderr
         if done.returncode < 0:
             raise BuildFailed(f"NVRTC was ended by signal {-done.returncode}", said)
@@ -183,13 +188,7 @@ def _nvcc(path: str, source: str, arch: str, timeout: float) -> tuple[bytes, str
             path, "-cubin", "-std=c++17", "-Xptxas", "-v",
             f"-gencode=arch=compute_{number},code={arch}", "-o", str(out), str(text),
         ]  # fmt: skip
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=timeout,
-                check=False, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as late:
-            raise BuildFailed(f"nvcc exceeded its {timeout:g} s") from late
+        done = _run(command, timeout, "nvcc")
         log = done.stdout + done.stderr
         if done.returncode != 0 or not out.is_file():
             raise BuildFailed(_reason(log, f"nvcc ended with exit code {done.returncode}"), log)
