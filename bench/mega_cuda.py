@@ -38,7 +38,7 @@ from obelisk.plan import Plan
 from obelisk.runtime.cuda import CudaSession
 from obelisk.runtime.cuda_driver import Device
 from obelisk.runtime.cuda_driver import check as driver_check
-from obelisk.schedule.gpu import default_tiling
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.tasks import Family, ModelConfig, Rope, Workload, parse_weights
 
 STEPS, LAUNCHES = 128, 7
@@ -63,8 +63,8 @@ def shape(name: str) -> ModelConfig:
 
 def ada(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> Plan:
     """A plan under the budget of an RTX 4090 (99 KB, no copy engine) for all of this device's SMs,
-    compiled to PTX of compute_89, which ptxas translates for this one, as the driver would (the
-    driver's own translation of such a text ended in a segmentation fault).
+    compiled to PTX of compute_89, which ptxas translates for this one in place of the driver (whose
+    translation died while kernels had barriers for nobody, LOG.md; it was not tried since).
     """
     small = replace(find("sm_89"), cores=machine.cores)
     tiling = changed(default_tiling(model, work, small), changes)

@@ -21,7 +21,11 @@ from obelisk.plan import Plan
 from obelisk.runtime import CudaSession, Sampling
 from obelisk.runtime.gptq import Gptq, Grouped, unpack
 from obelisk.runtime.packing import GroupSource, dense_only, pack, stored
-from obelisk.schedule.gpu import GpuTiling, default_tiling, shared_plan
+from obelisk.schedule.gpu import (
+    GpuTiling,
+    shared_plan,
+)
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.tasks import ModelConfig, Workload, parse_config, parse_weights
 from obelisk.tasks.sampling import choose
 from tests.mega_cuda_models import MODELS, Rounded

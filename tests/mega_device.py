@@ -17,7 +17,7 @@ from obelisk.plan import Plan
 from obelisk.runtime import CudaSession
 from obelisk.runtime.cuda import CACHES
 from obelisk.runtime.packing import pack, stored
-from obelisk.schedule.gpu import default_tiling
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.tasks import Workload, parse_config, parse_format
 from tests.mega_cuda_checks import changed
 from tests.mega_cuda_models import Rounded

@@ -25,7 +25,7 @@ from obelisk.engine import Engine, Tokenizer
 from obelisk.plan import write_plan
 from obelisk.runtime import CudaSession
 from obelisk.runtime.packing import pack
-from obelisk.schedule.gpu import default_tiling
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.tasks import Workload, parse_config, parse_format
 
 torch = pytest.importorskip("torch", reason="needs torch")

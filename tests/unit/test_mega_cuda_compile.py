@@ -15,7 +15,11 @@ from obelisk.base.errors import Infeasible, MissingDependency
 from obelisk.build.cuda import Resources, compile_cuda, toolchain
 from obelisk.machine import find
 from obelisk.mega.cuda import EmittedCuda, emit_cuda
-from obelisk.schedule.gpu import DIRECT, default_tiling, with_direct
+from obelisk.schedule.gpu import DIRECT
+from obelisk.schedule.gpu_default import (
+    default_tiling,
+    with_direct,
+)
 from obelisk.tasks import WeightFormat, Workload, parse_config
 
 try:

@@ -19,7 +19,7 @@ from tests.mega_cuda_models import MODELS
 from obelisk.machine import find
 from obelisk.mega.cuda import emit_cuda
 from obelisk.runtime.cuda import CudaLaunch
-from obelisk.schedule.gpu import default_tiling
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.tasks import WeightFormat, Workload, parse_config
 
 if not twin.SUPPORTED or shutil.which("g++") is None:

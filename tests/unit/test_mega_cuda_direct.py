@@ -21,7 +21,10 @@ from obelisk.mega.cuda import emit_cuda
 from obelisk.runtime.cuda import CudaLaunch
 from obelisk.runtime.gptq import Grouped
 from obelisk.runtime.packing import slabs
-from obelisk.schedule.gpu import default_tiling, with_direct
+from obelisk.schedule.gpu_default import (
+    default_tiling,
+    with_direct,
+)
 from obelisk.tasks import WeightFormat, Workload, parse_config
 
 if not twin.SUPPORTED or shutil.which("g++") is None:

@@ -18,15 +18,17 @@ from obelisk.mega.cuda.emit import cuts, shares
 from obelisk.mega.cuda.flow import check_flow
 from obelisk.schedule.gpu import (
     DRAWN,
-    default_tiling,
     direct_units,
     imbalance,
     legal_splits,
-    other_default,
     piece_width,
     refuse,
     shared_plan,
     up_tiles,
+)
+from obelisk.schedule.gpu_default import (
+    default_tiling,
+    other_default,
     with_staged,
 )
 from obelisk.tasks import ModelConfig, WeightFormat, Workload, parse_config

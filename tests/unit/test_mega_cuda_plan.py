@@ -31,7 +31,7 @@ from obelisk.runtime import load_session
 from obelisk.runtime.cuda import CudaLaunch, CudaSession, _seconds, gpu_refusal
 from obelisk.runtime.session import packed_weights
 from obelisk.schedule import Sync, place
-from obelisk.schedule.gpu import default_tiling
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import StepShape, Tiling, WeightFormat, Workload, parse_config
 

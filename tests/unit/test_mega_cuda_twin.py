@@ -29,7 +29,7 @@ from obelisk.plan import write_plan
 from obelisk.runtime import CudaSession
 from obelisk.runtime import cuda as runtime
 from obelisk.runtime.packing import pack
-from obelisk.schedule.gpu import default_tiling
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.tasks import WeightFormat, Workload, parse_config
 
 if not twin.SUPPORTED or shutil.which("g++") is None:

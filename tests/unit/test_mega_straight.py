@@ -21,7 +21,7 @@ from obelisk.plan import Plan
 from obelisk.runtime import Checkpoint, file_digests, packing
 from obelisk.runtime.packing import pack
 from obelisk.runtime.session import packed_weights
-from obelisk.schedule.gpu import default_tiling
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.tasks import Workload, parse_config, parse_format
 
 H200 = find("h200")

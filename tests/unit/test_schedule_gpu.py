@@ -19,8 +19,14 @@ from tests.mega_cuda_checks import CASES, fitted, work_of
 from tests.mega_models import config
 
 from obelisk.machine import find
-from obelisk.schedule.gpu import SUMS_ROOM, GpuTiling, default_tiling, products, refuse
+from obelisk.schedule.gpu import (
+    SUMS_ROOM,
+    GpuTiling,
+    products,
+    refuse,
+)
 from obelisk.schedule.gpu_check import check_gpu, shallow
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.schedule.gpu_ring import judge_ring
 from obelisk.schedule.gpu_tasks import GpuStep
 from obelisk.schedule.gpu_types import LOADER, Compute, GpuItem, GpuSchedule, Meet, Poll

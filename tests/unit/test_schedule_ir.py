@@ -13,8 +13,9 @@ from xdsl.dialects.builtin import ModuleOp
 
 from obelisk.base.errors import Infeasible, MalformedGraph, ParseError, UnknownName
 from obelisk.machine import find
-from obelisk.schedule.gpu import default_tiling, shared_plan
+from obelisk.schedule.gpu import shared_plan
 from obelisk.schedule.gpu_choice import Fusion
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.schedule.gpu_tasks import GpuKind, GpuStep
 from obelisk.schedule.ir import (
     STAGES,

@@ -12,8 +12,13 @@ from tests.gpu_schedules import GPU_SHAPES, bf16, gpu_model
 
 from obelisk.base.errors import Infeasible, UserError
 from obelisk.machine import Machine, find
-from obelisk.schedule.gpu import EDGES, GpuTiling, default_tiling, shared_plan
+from obelisk.schedule.gpu import (
+    EDGES,
+    GpuTiling,
+    shared_plan,
+)
 from obelisk.schedule.gpu_choice import Fusion
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.schedule.gpu_resources import (
     LIMITS,
     fit,

@@ -8,8 +8,12 @@ import pytest
 from tests.gpu_schedules import bf16, gpu_model
 
 from obelisk.machine import find
-from obelisk.schedule.gpu import EDGES, GpuTiling, default_tiling
+from obelisk.schedule.gpu import (
+    EDGES,
+    GpuTiling,
+)
 from obelisk.schedule.gpu_choice import Fusion
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.schedule.gpu_resources import fit
 from obelisk.schedule.gpu_search import micro_costs
 from obelisk.schedule.gpu_simulate import calibration_loop, costs_of, simulate_gpu

@@ -33,7 +33,12 @@ from obelisk.runtime import Checkpoint, file_digests
 from obelisk.runtime.cuda import CudaSession, gpu_refusal
 from obelisk.runtime.cuda_driver import GPU, Device
 from obelisk.runtime.packing import pack, stored
-from obelisk.schedule.gpu import GpuTiling, default_tiling, other_default, with_staged
+from obelisk.schedule.gpu import GpuTiling
+from obelisk.schedule.gpu_default import (
+    default_tiling,
+    other_default,
+    with_staged,
+)
 from obelisk.schedule.gpu_search import GpuAccount, GpuChoice, search_gpu
 from obelisk.tasks import (
     ModelConfig,

@@ -31,7 +31,6 @@ from obelisk.schedule.gpu import (
     EDGES,
     MAX_STAGES,
     GpuTiling,
-    default_tiling,
     for_weights,
     imbalance,
     legal_splits,
@@ -41,6 +40,7 @@ from obelisk.schedule.gpu import (
     up_tiles,
 )
 from obelisk.schedule.gpu_choice import EMITTED, Fusion
+from obelisk.schedule.gpu_default import default_tiling
 from obelisk.schedule.gpu_resources import Fit, fit
 from obelisk.schedule.gpu_simulate import (
     FILL_LATENCY,

@@ -23,7 +23,8 @@ __constant__ om_matrix OM_MATRIX[5] = {
 
 /* This block's runs of a step's units, in the order in which they are multiplied: units of one product and part, one
  * tile behind the other. Where the first lies, in lines of 64 bytes; how many, and of which product. Made once, since
- * text that stands at every read of weights must be short: a layer's fits the cache of instructions just so. */
+ * text that stands at every read of weights should be short: a layer's is about what the cache of instructions holds (by
+ * sizes and times; no counter was read). */
 #define OM_RUNS (2 + OM_O_SPLIT + OM_DOWN_SPLIT) /* of a layer */
 #define OM_ALL_RUNS (OM_LAYERS * OM_RUNS + 1)
 __device__ __forceinline__ uint2 *om_runs() { return (uint2 *)(om_memory + OM_AT_RUNS); }
