@@ -99,7 +99,7 @@ def test_each_fault_has_its_name_and_the_good_win(tmp_path: Path) -> None:
     contenders = [Contender("torch", torch_twice), Contender("broken", torch_fails)]
     report = tune(
         program(), items, contenders=contenders, rig=cuda_rig(), budget_seconds=60.0,
-        limit_seconds=2.0,
+        limit_seconds=5.0,
     )  # fmt: skip
     for found in report.items:
         status, words = EXPECTED.get(found.name, (Status.OK, ""))
