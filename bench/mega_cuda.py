@@ -7,8 +7,8 @@
 
 Times are of one launch of 128 greedy steps from CONTEXT on (default 512), whole model, random
 weights; CHANGES are fields of `GpuTiling`, `stages=12+kv_pieces=4`; FORMAT is bf16 (default), fp16,
-fp32, int8, w4a16 or w4a16.64 (groups). The baseline is a bf16 decode
-step in torch, compiled, in a CUDA graph. Results go to --json FILE.
+fp32, int8, w4a16 or w4a16.64 (groups), the last two also with +head8, an int8 head. The baseline is
+a bf16 decode step in torch, compiled, in a CUDA graph. Results go to --json FILE.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from obelisk.runtime.cuda import CudaSession
 from obelisk.runtime.cuda_driver import Device
 from obelisk.runtime.cuda_driver import check as driver_check
 from obelisk.schedule.gpu_default import default_tiling
-from obelisk.tasks import Family, ModelConfig, Rope, Workload, parse_weights
+from obelisk.tasks import Family, ModelConfig, Rope, Workload, parse_head, parse_weights
 
 STEPS, LAUNCHES = 128, 7
 SHAPES = {  # layers, hidden, heads, kv heads, head_dim, ffn, vocab, qk norm, qkv bias
@@ -90,8 +90,10 @@ def ada(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> P
 def plan_for(spec: str, machine: Machine) -> Plan:
     """The plan of a spec; changes that begin with `ada` are for the budget of sm_89."""
     name, batch, context, changes, form = parts(spec)
-    kind, group = parse_weights(form.replace(".", ":"))
-    work = Workload(batch, context + STEPS, kind, group or 128)
+    weights, _, head = form.replace(".", ":").partition("+head")
+    kind, group = parse_weights(weights)
+    own = parse_head({"": None, "8": "int8"}.get(head, head), kind)
+    work = Workload(batch, context + STEPS, kind, group or 128, head=own)
     if changes.startswith("ada"):
         return ada(shape(name), work, changes.removeprefix("ada").lstrip("+"), machine)
     return planned(shape(name), work, changes, machine)

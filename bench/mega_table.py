@@ -33,7 +33,8 @@ MARKS = (
 ROWS = (
     "llama3.2-1b", "llama3.2-1b:8", "llama3.2-1b::4096", "llama3.2-1b::::fp32",
     "qwen3-0.6b", "qwen2.5-1.5b", "qwen3-1.7b", "qwen3-1.7b::::int8", "qwen3-1.7b::::w4a16",
-    "qwen3-8b", "qwen3-0.6b:::ada", "llama3.2-1b:::ada", "qwen2.5-1.5b:::ada", "qwen3-8b:::ada",
+    "qwen3-1.7b::::w4a16+head8", "qwen3-8b", "qwen3-0.6b:::ada", "llama3.2-1b:::ada",
+    "qwen2.5-1.5b:::ada", "qwen3-8b:::ada",
 )  # fmt: skip
 TORCH = ("llama3.2-1b", "qwen3-0.6b", "qwen2.5-1.5b")  # in bf16, beside ours
 COPY = 1 << 30  # bytes of a copy that measures bandwidth

@@ -20,15 +20,15 @@ from obelisk.machine import Machine
 from obelisk.plan import Plan
 from obelisk.runtime import CudaSession, Sampling
 from obelisk.runtime.gptq import Gptq, Grouped, unpack
-from obelisk.runtime.packing import GroupSource, dense_only, pack, stored
+from obelisk.runtime.packing import HEAD, GroupSource, dense_only, pack, stored
 from obelisk.schedule.gpu import (
     GpuTiling,
     shared_plan,
 )
 from obelisk.schedule.gpu_default import default_tiling
-from obelisk.tasks import ModelConfig, Workload, parse_config, parse_weights
+from obelisk.tasks import ModelConfig, Workload, parse_config, parse_head, parse_weights
 from obelisk.tasks.sampling import choose
-from tests.mega_cuda_models import MODELS, Rounded
+from tests.mega_cuda_models import HEAD8, MODELS, Rounded
 from tests.mega_gptq import quantised
 from tests.mega_models import random_tensors
 
@@ -40,7 +40,9 @@ DRAWS = (
     Sampling(2.0, 50, 0.5, 8),
 )  # fmt: skip
 OWN = "direct=1+private=1+bulk=0+loader_warps=0+staged=0+kv_ring=0"
-CASES = [  # model, batch, weights (with :zeros, groups have their own), changes to the tiling
+# model, batch, weights (with :zeros, groups have their own; +head8: the head is int8), changes to
+# the tiling
+CASES = [
     ("llama, groups of 4", 1, "bf16", ""),
     ("llama, groups of 4", 1, "fp16", "o_split=2+down_split=4"),
     ("llama, groups of 4", 4, "bf16", "bulk=0+chunk_cols=128+stages=12"),
@@ -69,6 +71,11 @@ CASES = [  # model, batch, weights (with :zeros, groups have their own), changes
     ("llama, no groups, biases, odd sizes", 1, "w4a16:32", "direct=1+staged=0+kv_ring=1"),
     ("llama, groups of 4", 2, "w4a16:32:zeros", "spread=1+warps=2+stages=12+chunk_cols=256"),
     ("llama, groups of 4", 4, "int8", "spread=1+warps=4+stages=12+chunk_cols=256"),
+    ("llama, groups of 4", 1, "w4a16+head8", ""),
+    ("qwen2, groups of 7, tied", 1, "w4a16:64:zeros+head8", "bulk=0+o_split=7"),
+    ("qwen3, 128, groups of 2", 1, "w4a16:32:zeros+head8", "direct=0+chunk_cols=256"),
+    ("qwen2, groups of 7, tied", 3, "w4a16:zeros+head8", "down_split=2"),
+    ("llama, groups of 8, 128", 8, "w4a16+head8", "bulk=0+chunk_cols=384"),
     ("llama, groups of 4", 1, "fp32", ""),
     ("qwen3, 128, groups of 2", 2, "fp32", "bulk=0+barriers=qkv.attend.o.up.down.head"),
     ("qwen2, groups of 7, tied", 3, "fp32", "down_split=2+kv_pieces=5"),
@@ -115,10 +122,13 @@ def planned(model: ModelConfig, work: Workload, changes: str, machine: Machine) 
 def work_of(case: tuple[str, int, str, str]) -> tuple[ModelConfig, Workload]:
     """The model and the workload of one of `CASES`."""
     name, batch, form, _ = case
-    plain, _, _ = form.partition(":zeros")
+    form, own, _ = form.partition(HEAD8)
+    plain, zeros, _ = form.partition(":zeros")
     parsed, group = parse_weights(plain)
-    zeros = form.endswith(":zeros")
-    return parse_config(MODELS[name]), Workload(batch, CONTEXT, parsed, group or 128, zeros)
+    head = parse_head("int8" if own else None, parsed)
+    return parse_config(MODELS[name]), Workload(
+        batch, CONTEXT, parsed, group or 128, bool(zeros), head
+    )
 
 
 def plan_of(case: tuple[str, int, str, str], machine: Machine) -> Plan:
@@ -128,7 +138,7 @@ def plan_of(case: tuple[str, int, str, str], machine: Machine) -> Plan:
 
 def groups_of(tensors: dict[str, Array], form: str, group: int) -> GroupSource:
     """Groups with zeros of their own for a form that has them, as a GPTQ checkpoint stores them."""
-    if not form.endswith(":zeros"):
+    if not form.removesuffix(HEAD8).endswith(":zeros"):
         return dense_only
     rng = np.random.default_rng(7)
     known: dict[str, Grouped] = {}
@@ -160,7 +170,7 @@ class _Check:
         tensors = random_tensors(self.config, 1)
         grouped = groups_of(tensors, form, plan.workload.get("group", 0))
         source = stored(plan.layout, tensors.__getitem__, grouped)
-        weights = {k: source(k) for k in tensors}
+        weights = {k: source(k) for k in (*tensors, *([HEAD] if "head" in plan.workload else []))}
         arena = pack(plan.layout, tensors.__getitem__, grouped)
         self.session = CudaSession(plan, arena, spin_seconds=2.0)
         self.session.keep_logits = True

@@ -18,6 +18,7 @@ from obelisk.schedule.gpu import piece_width
 from tests.mega_models import Reference, config, head_dim
 
 Array = Any
+HEAD8 = "+head8"  # behind a case's weights: the head is int8
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama, groups of 4": config(
@@ -73,7 +74,8 @@ class Rounded(Reference):
         before rounding too (fp16); inputs of narrow weights are not rounded.
         """
         root = 1 / math.sqrt(float((x * x).mean()) + self.c["rms_norm_eps"])
-        if self.form == "int8" or (self.narrow and name.endswith("_proj")):
+        four = self.narrow and (name.endswith("_proj") or self.form.endswith(HEAD8))
+        if self.form == "int8" or four:
             y = self.w[name + ".weight"] @ (x * gain) * root
         elif self.form in ("bf16", "fp32"):
             y = self.w[name + ".weight"] @ self.to(x * gain) * root
@@ -122,5 +124,6 @@ class Rounded(Reference):
             gate = self._normed(p + "mlp.gate_proj", x, gain)
             up = self._normed(p + "mlp.up_proj", x, gain)
             x = x + self._linear(p + "mlp.down_proj", to(gate / (1 + np.exp(-gate)) * up))
-        name = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
+        embedding = c["tie_word_embeddings"] and not self.form.endswith(HEAD8)
+        name = "model.embed_tokens" if embedding else "lm_head"
         return self._normed(name, x, w["model.norm.weight"])

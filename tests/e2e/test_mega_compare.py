@@ -29,9 +29,12 @@ CONFIG = config(
 TENSORS = random_tensors(CONFIG, 8)
 
 
-def plan_of(form: WeightFormat = WeightFormat.FP32, batch: int = 1, **tiling: Any) -> Plan:
+def plan_of(
+    form: WeightFormat = WeightFormat.FP32, batch: int = 1, head: WeightFormat | None = None,
+    **tiling: Any,
+) -> Plan:  # fmt: skip
     """A plan without a search."""
-    work = Workload(batch, 64, form)
+    work = Workload(batch, 64, form, head=head)
     shape = StepShape(parse_config(CONFIG), work, Tiling(**{"cores": 2, **tiling}), host().lanes)
     schedule, machine = place(shape, Sync.COUNTER), host()
     return make_plan(Choice(schedule, simulate(schedule, machine), resources(shape, machine)))
@@ -47,15 +50,18 @@ def means_of(plan: Plan) -> RowSource:
     return stored(plan.layout, TENSORS.__getitem__)
 
 
-@pytest.mark.parametrize("form", list(WeightFormat))
+@pytest.mark.parametrize(
+    ("form", "head"),
+    [*((f, None) for f in WeightFormat), (WeightFormat.W4A16, WeightFormat.INT8)],
+)
 def test_every_operator_of_every_layer_agrees_with_its_meaning(
-    form: WeightFormat, compiler: str
+    form: WeightFormat, head: WeightFormat | None, compiler: str
 ) -> None:
     """Record R33: all results of all operators, fused and not, of three slots."""
     for tiling in (
         {}, {"fuse_rope": False, "replicate_norm": False, "kv_splits": 2, "panel": 8},
     ):  # fmt: skip
-        plan = plan_of(form, 3, **tiling)
+        plan = plan_of(form, 3, head, **tiling)
         assert schedule_of(plan).to_json().items() <= plan.schedule.items()
         found = compare(session_of(plan), means_of(plan), steps=3)
         names = {d.kind for d in found}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests import mega_cuda_twin as twin
 from tests.mega_cuda_checks import planned
-from tests.mega_cuda_models import MODELS
+from tests.mega_cuda_models import HEAD8, MODELS
 from tests.mega_models import config, random_tensors, save_model
 
 from obelisk.__main__ import main
@@ -25,7 +25,14 @@ from obelisk.plan import Plan, write_plan
 from obelisk.runtime import CudaSession, Sampling, file_digests
 from obelisk.runtime import cuda as runtime
 from obelisk.runtime.packing import pack, stored
-from obelisk.tasks import TaskKind, WeightFormat, Workload, parse_config, parse_weights
+from obelisk.tasks import (
+    TaskKind,
+    WeightFormat,
+    Workload,
+    parse_config,
+    parse_head,
+    parse_weights,
+)
 
 if not twin.SUPPORTED or shutil.which("g++") is None:
     pytest.skip("needs g++ on x86-64, to run fibers", allow_module_level=True)
@@ -66,7 +73,8 @@ def differences(c: dict[str, Any], plan: Plan, build: Any, steps: int = 2) -> li
     ("c", "batch", "weights", "changes"),
     [(DEEP, 2, "bf16", "kv_pieces=3+o_split=2"), (DEEP, 1, "fp16", "down_split=2+barriers=o"),
      (MODELS["llama, groups of 4"], 2, "bf16", "rounded=1+down_split=2+kv_ring=1+staged=0"),
-     (SMALL, 1, "int8", ""), (SMALL, 2, "w4a16:64", ""), (DEEP, 2, "fp32", "kv_pieces=3"),
+     (SMALL, 1, "int8", ""), (SMALL, 2, "w4a16:64", ""), (SMALL, 1, f"w4a16{HEAD8}", ""),
+     (DEEP, 2, "fp32", "kv_pieces=3"),
      (MODELS["llama, no groups, biases, odd sizes"], 1, "bf16", "bulk=0"),
      (MODELS["qwen2, groups of 7, tied"], 1, "fp16", "")],
     ids=lambda x: str(x) if isinstance(x, str | int) else f"{x['model_type']}",
@@ -77,8 +85,10 @@ def test_every_operator_of_every_layer_agrees_with_its_meaning(
     """Record R33: results of all operators that leave a block, of all layers, on their own inputs;
     the deepest layer is no further off than the first.
     """
-    form, group = parse_weights(weights)
-    plan = planned(parse_config(c), Workload(batch, 40, form, group or 128), changes, MACHINE)
+    form, group = parse_weights(weights.removesuffix(HEAD8))
+    head = parse_head("int8" if weights.endswith(HEAD8) else None, form)
+    work = Workload(batch, 40, form, group or 128, head=head)
+    plan = planned(parse_config(c), work, changes, MACHINE)
     found = differences(c, plan, builder, 3)
     kinds = [TaskKind.QKV_ROWS, TaskKind.ROPE, TaskKind.ROPE, TaskKind.ATTEND, TaskKind.O,
              TaskKind.UP, TaskKind.DOWN]  # fmt: skip

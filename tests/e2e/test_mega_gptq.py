@@ -19,7 +19,8 @@ from obelisk.base.errors import ObeliskError, UnknownName, UserError
 from obelisk.engine import Engine
 from obelisk.plan import read_plan, write_plan
 from obelisk.runtime import Checkpoint, CpuSession
-from obelisk.runtime.packing import quantise_groups
+from obelisk.runtime.packing import quantise, quantise_groups
+from obelisk.tasks.weights import EMBED, HEAD
 
 # Rows of 192: a whole group of 128 and a half one; of 96, within one group, and of 264.
 CONFIG = config(
@@ -29,9 +30,9 @@ TENSORS = random_tensors(CONFIG, 11)
 PROMPT = [5, 17, 200, 3]
 
 
-def agree(engine: Engine, means: dict[str, Any]) -> None:
+def agree(engine: Engine, means: dict[str, Any], c: dict[str, Any] = CONFIG) -> None:
     """Greedy tokens equal the reference on the weights that the checkpoint means."""
-    want, gaps = Reference(CONFIG, means).generate(PROMPT, 48)
+    want, gaps = Reference(c, means).generate(PROMPT, 48)
     tie = next((i for i, g in enumerate(gaps) if g < 1e-3), 48)
     assert tie > 8
     assert list(engine.generate([PROMPT], 48)[0].tokens)[:tie] == want[:tie]
@@ -61,6 +62,27 @@ def test_a_checkpoint_in_groups_is_repacked_as_it_is(
     three = synthesise(tmp_path / "m", batch=3, **options)
     alone = engine.generate([PROMPT], 20)[0]
     assert Engine(CpuSession.load(three.plan)).generate([[7], PROMPT, [8, 9]], 20)[1] == alone
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_8_bits_is_rounded_from_the_checkpoints(
+    tied: bool, tmp_path: Path, compiler: str
+) -> None:
+    """Asked for with `head`: a scale a row, of the head's tensor or of the embedding's, which stays
+    in 16 bits; the plan says it, and reads back.
+    """
+    c, apart = {**CONFIG, "tie_word_embeddings": tied}, {**CONFIG, "tie_word_embeddings": False}
+    means = save_gptq(tmp_path / "m", c, random_tensors(c, 11), 64, False)
+    q, scale = quantise(means[EMBED if tied else HEAD])
+    made = synthesise(tmp_path / "m", context=64, cores=2, profile=1, weights="w4a16", head="int8")
+    assert made.plan.tolerance is not None
+    assert made.plan.tolerance < 2e-5
+    assert made.plan.workload["head"] == "int8"
+    assert [m.format for m in made.plan.layout.matrices] == ["fp16", "int8"]
+    write_plan(made.plan, tmp_path / "a.plan")
+    assert read_plan(tmp_path / "a.plan") == made.plan
+    engine = Engine.load(tmp_path / "a.plan")
+    agree(engine, {**means, HEAD: q * scale[:, None]}, apart)
 
 
 def test_any_other_format_takes_what_the_groups_mean(tmp_path: Path, compiler: str) -> None:

@@ -125,6 +125,11 @@ def test_commands_refuse_with_exit_code_2_and_one_line(
         (["synth", str(folder), "-o", "x", "--batch", "9"], "1 to 8"),
         (["synth", str(folder), "-o", "x", "--context", "513"], "1 to 512"),
         (["synth", str(folder), "-o", "x", "--weights", "w3"], "fp32, bf16, fp16, int8, w4a16"),
+        (
+            ["synth", str(folder), "-o", "x", "--head", "int8"],
+            "only w4a16 has a choice of the head",
+        ),
+        (["synth", str(folder), "-o", "x", "--weights", "w4a16", "--head", "int4"], "16 (fp16"),
         (["generate", str(plan)], "--prompt TEXT or --prompt-ids"),
         (["generate", str(plan), "--prompt-ids", "1,x"], "expected integers"),
         (["generate", str(plan), "--prompt-ids", "512"], "expected 0 to 511"),

@@ -13,6 +13,8 @@ import pytest
 from tests.mega_models import config
 
 from obelisk.base.errors import ParseError, UnknownName, UserError
+from obelisk.mega.cuda.layout import cuda_layout
+from obelisk.schedule.gpu_resources import weight_bytes
 from obelisk.tasks import (
     MAX_BATCH,
     ModelConfig,
@@ -24,11 +26,13 @@ from obelisk.tasks import (
     inverse_frequencies,
     parse_config,
     parse_format,
+    parse_head,
     parse_weights,
     read_config,
     rope_table,
     weight_layout,
 )
+from obelisk.tasks.weights import EMBED, HEAD, head_tensor
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -168,6 +172,53 @@ def test_groups_of_4_bit_weights_are_said_with_their_format() -> None:
     work = Workload(weights=WeightFormat.W4A16, group=64, zeros=True)
     assert (work.weight_bytes, work.outer_bytes) == (0.5 + 3 / 64, 2.0)
     assert work.to_json()["group"] == 64
+
+
+def test_the_heads_format_is_a_choice_beside_4_bit_weights() -> None:
+    """16 bits unless int8 is asked for; other weights have it in their own format, or are refused
+    with what they have. A plan says so only where it was asked for, and older ones say nothing.
+    """
+    four, int8 = WeightFormat.W4A16, WeightFormat.INT8
+    for name in (None, "16", "fp16", "FP16"):
+        assert parse_head(name, four) is None
+    assert parse_head("INT8", four) is int8
+    assert parse_head("int8", int8) is parse_head("16", WeightFormat.BF16) is None
+    for name, form, words in (
+        ("int8", WeightFormat.BF16, "head int8 with bf16 .* only w4a16 .* bf16 has it in bf16"),
+        ("16", int8, "head 16 with int8 .* int8 has it in int8"),
+        ("bf16", four, "head bf16: expected 16 .* or int8"), ("4", four, "expected 16"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            parse_head(name, form)
+    with pytest.raises(UserError, match="head int8 with fp32"):
+        Workload(head=int8).check(parse_config(config()))
+    work = Workload(2, 30, four, 64, True, int8)
+    work.check(parse_config(config()))
+    assert (work.outer_bytes, work.head_bytes, work.own_head) == (2.0, 1.0, True)
+    assert work.to_json()["head"] == "int8"
+    plain = Workload(2, 30, four, 64, True)
+    assert (plain.head_bytes, plain.own_head) == (2.0, False)
+    for w in (work, plain, Workload(1, 8)):
+        assert Workload.from_json(json.loads(json.dumps(w.to_json()))) == w
+    assert "head" not in plain.to_json()
+
+
+def test_a_head_of_its_own_lies_beside_a_tied_embedding() -> None:
+    """Both are made of the embedding's tensor, each in its format; a step reads the head alone."""
+    m = parse_config(config(tie_word_embeddings=True))
+    for head, want in ((None, ["fp16"]), (WeightFormat.INT8, ["fp16", "int8"])):
+        work = Workload(weights=WeightFormat.W4A16, head=head)
+        shape = StepShape(m, work, Tiling())
+        for layout in (weight_layout(shape), cuda_layout(m, work)):
+            assert [x.format for x in layout.matrices] == want
+            assert {b.tensors for x in layout.matrices for b in x.blocks} == {(EMBED,)}
+        assert head_tensor(m, work) == (HEAD if head else EMBED)
+    layout = cuda_layout(m, work)
+    rows = {x.name: x for x in layout.matrices}
+    assert rows["head"].scale_offset >= rows["head"].offset + rows["head"].nbytes
+    layers = m.layers * sum(x.nbytes for x in layout.layer_matrices)
+    read = layers + rows["head"].nbytes
+    assert weight_bytes(m, work) == (read + rows["embed"].nbytes, read)
 
 
 def test_configuration_reads_back_and_its_digest_follows_every_field(tmp_path: Path) -> None:

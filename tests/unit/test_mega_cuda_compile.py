@@ -44,8 +44,10 @@ def emitted(name: str, work: Workload = WORK) -> EmittedCuda:
     "work",
     [WORK, Workload(1, 64, WeightFormat.INT8), Workload(2, 64, WeightFormat.W4A16, 64, True),
      Workload(8, 64, WeightFormat.FP32), Workload(1, 64, WeightFormat.W4A16, 128),
-     Workload(1, 64, WeightFormat.W4A16, 32, True)],
-    ids=lambda w: f"{w.weights.value} {w.group}, batch {w.batch}",
+     Workload(1, 64, WeightFormat.W4A16, 32, True),
+     Workload(1, 64, WeightFormat.W4A16, 128, head=WeightFormat.INT8),
+     Workload(3, 64, WeightFormat.W4A16, 64, True, WeightFormat.INT8)],
+    ids=lambda w: f"{w.said} {w.group}, batch {w.batch}",
 )  # fmt: skip
 def test_every_architecture_within_its_limits(work: Workload) -> None:
     """sm_80, 86, 89, 90a, 100a and 120: registers without spills, shared memory as planned."""
@@ -92,6 +94,19 @@ def test_a_direct_product_gives_a_slot_back_behind_the_reads_of_it(
     image = compile_cuda(emit.source, find("h200").arch).path.read_bytes()
     words = [int.from_bytes(image[i : i + 2], "little") for i in range(0, len(image) - 15, 8)]
     assert sum(w & 0xFFF == POPC for w in words) >= 5
+
+
+def test_a_head_of_its_own_is_in_no_other_plans_text() -> None:
+    """The kernels of plans without one are the text that was measured: no word of it is in them."""
+    for form in WeightFormat:
+        source = emitted("h200", replace(WORK, weights=form)).source
+        assert "OWN_HEAD" not in source
+        assert "EMBED_BITS" not in source
+    source = emitted(
+        "h200", replace(WORK, weights=WeightFormat.W4A16, head=WeightFormat.INT8)
+    ).source
+    assert "#define OM_OUTER_BITS 8\n" in source
+    assert "#define OM_EMBED_BITS 16\n" in source
 
 
 def test_equal_arguments_give_equal_text_and_architectures_differ() -> None:

@@ -60,14 +60,17 @@ def test_a_plan_generates_the_same_again(tmp_path: Path, weights: str, near: flo
 
 
 @pytest.mark.parametrize(
-    ("weights", "group", "symmetric"),
-    [("w4a16", 128, True), ("w4a16", 64, False), ("int8", 64, True)],
-)
-def test_a_checkpoint_of_groups(tmp_path: Path, weights: str, group: int, symmetric: bool) -> None:
+    ("weights", "group", "symmetric", "head"),
+    [("w4a16", 128, True, None), ("w4a16", 64, False, None), ("int8", 64, True, None),
+     ("w4a16", 32, False, "int8")],
+)  # fmt: skip
+def test_a_checkpoint_of_groups(
+    tmp_path: Path, weights: str, group: int, symmetric: bool, head: str | None
+) -> None:
     """A GPTQ checkpoint, synthesised, written and loaded: judged, and the same tokens again."""
     c = MODELS["llama, groups of 4"]
     save_gptq(tmp_path / "model", c, random_tensors(c, 5), group=group, symmetric=symmetric)
-    work = workload_of(parse_config(c), 1, 80, weights, tmp_path / "model")
+    work = workload_of(parse_config(c), 1, 80, weights, tmp_path / "model", head)
     made = synthesise_cuda(tmp_path / "model", work, MACHINE, profile=2)
     assert made.plan.tolerance is not None
     assert made.plan.tolerance < 3e-3

@@ -274,32 +274,36 @@ def test_what_does_not_compile_is_left_out(stand: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("weights", "symmetric", "group"),
-    [("w4a16", True, 64), ("w4a16:32", False, 32), ("int8", True, 32)],
+    ("weights", "symmetric", "group", "head"),
+    [("w4a16", True, 64, "16"), ("w4a16:32", False, 32, "int8"), ("int8", True, 32, "int8")],
 )
 def test_narrow_weights_become_plans(
     stand: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, symmetric: bool,
-    group: int,
+    group: int, head: str,
 ) -> None:  # fmt: skip
     """A GPTQ checkpoint with groups and zeros of its own, by the command line; any format can be
-    made of it.
+    made of it. The head is what was asked for, and `plan show` says where it is not as usual.
     """
     monkeypatch.setattr(synth_cuda, "matching_device", lambda machine, blocks: None)
     folder, out = tmp_path / "gptq", tmp_path / "plan"
     save_gptq(folder, CONFIG, random_tensors(CONFIG, 1), group=group, symmetric=symmetric)
     done = CliRunner().invoke(
         app, ["synth", str(folder), "--device", "sm_90a", "--context", "64", "-o", str(out),
-              "--weights", weights, "--profile", "2"],
+              "--weights", weights, "--head", head, "--profile", "2"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     plan = read_plan(out)
+    shown = CliRunner().invoke(app, ["plan", "show", str(out)]).output
+    own = weights != "int8" and head == "int8"
+    assert (f"w4a16 in groups of {group}, head int8" in shown) is own
+    assert plan.workload.get("head") == ("int8" if own else None)
     layers, outer = plan.layout.layer_matrices, plan.layout.matrices
     assert {m.format for m in layers} == {weights.partition(":")[0]}
     assert plan.cache.format == "fp16"
     if weights == "int8":
         assert {m.format for m in outer} == {"int8"}
         return
-    assert {m.format for m in outer} == {"fp16"}
+    assert [m.format for m in outer] == ["fp16", "int8" if own else "fp16"]
     assert {m.group for m in layers} == {group}
     assert all((m.zero_offset < 0) == symmetric for m in layers)
     arena = packed_weights(plan, folder)

@@ -83,6 +83,11 @@ def _twin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
      ("sm_90a", ("llama, groups of 4", 4, "int8", "spread=1+warps=4+stages=12+chunk_cols=256")),
      ("sm_89", ("llama, groups of 4", 1, "w4a16:32:zeros",
                 "direct=0+staged=0+spread=1+warps=2+stages=12+o_split=2+down_split=2+chunk_cols=256")),
+     ("sm_90a", ("qwen3, 24", 1, "w4a16:32:zeros+head8", "direct=1+staged=1+kv_pieces=3")),
+     ("sm_89", ("llama, no groups, biases, odd sizes", 3, "w4a16:64+head8", "")),
+     ("sm_90a", ("llama, groups of 4", 1, "w4a16:zeros+head8",
+                 "direct=0+staged=0+spread=1+warps=2+stages=12")),
+     ("sm_89", ("llama, no groups, biases, odd sizes", 1, "w4a16+head8", "direct=1+look_first=0")),
      ("sm_90a", ("qwen3, 24", 2, "fp32", "")),
      ("sm_89", ("llama, no groups, biases, odd sizes", 5, "fp32", "o_split=3+kv_pieces=3")),
      ("sm_90a", ("llama, groups of 4", 1, "fp32", "cuts=2+fenced=0+mass_beside=1")),
@@ -127,23 +132,31 @@ def test_copies_that_a_warp_does_not_count_right_are_seen(
         assert not check_plan(case, plan_of(case, machine), QUICK)["ok"]
 
 
-@pytest.mark.parametrize(("group", "symmetric"), [(128, True), (64, True), (32, False)])
+@pytest.mark.parametrize(
+    ("group", "symmetric", "head", "tied"),
+    [(128, True, None, False), (64, True, None, False), (32, False, None, False),
+     (32, False, "int8", False), (64, True, "int8", True)],
+)  # fmt: skip
 def test_a_checkpoint_of_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, symmetric: bool
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, symmetric: bool, head: str | None,
+    tied: bool,
+) -> None:  # fmt: skip
     """A GPTQ checkpoint, synthesised for a device at hand, written, loaded by its files: its logits
-    are those of the float64 meanings, its tokens are greedy.
+    are those of the float64 meanings, its tokens are greedy. A head in 8 bits is rounded from the
+    checkpoint's in 16, a tied one from the embedding, which stays what it is.
     """
-    c = config("qwen3", num_hidden_layers=1)
+    c = config("qwen3", num_hidden_layers=1, tie_word_embeddings=tied)
     save_gptq(tmp_path / "model", c, random_tensors(c, 3), group=group, symmetric=symmetric)
     here = twin.TwinDevice().identity("sm_90a")
     monkeypatch.setattr(synth_cuda, "matching_device", lambda machine, blocks: here)
     monkeypatch.setattr(synth_cuda, "PROFILE_STEPS", 2)  # nothing is timed here
-    work = workload_of(parse_config(c), 1, 48, "w4a16", tmp_path / "model")
+    work = workload_of(parse_config(c), 1, 48, "w4a16", tmp_path / "model", head)
     assert (work.group, work.zeros) == (group, not symmetric)
     made = synth_cuda.synthesise_cuda(tmp_path / "model", work, MACHINE, blocks=3, profile=1)
     assert made.plan.tolerance is not None
     assert made.plan.tolerance < 3e-3  # fp16 inputs of products
+    outer = {m.name: m.format for m in made.plan.layout.matrices}
+    assert outer == {"embed": "fp16", **({} if tied and not head else {"head": head or "fp16"})}
     write_plan(made.plan, tmp_path / "plan")
     session = CudaSession.load(tmp_path / "plan")
     session.keep_logits = True

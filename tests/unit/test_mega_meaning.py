@@ -16,11 +16,12 @@ from tests.mega_models import config, random_tensors, save_model
 
 from obelisk.mega.cuda.layout import cuda_layout
 from obelisk.runtime import Checkpoint
-from obelisk.runtime.packing import stored
+from obelisk.runtime.packing import quantise, stored
 from obelisk.schedule import Sync, meaning, place
 from obelisk.schedule.meaning import Meaning
 from obelisk.schedule.vm import VirtualMachine
 from obelisk.tasks import StepShape, Tiling, Workload, parse_config, parse_format
+from obelisk.tasks.weights import EMBED, HEAD
 
 MODELS = {
     "llama": config("llama", num_hidden_layers=2, tie_word_embeddings=False),
@@ -72,6 +73,30 @@ def test_rows_are_those_of_whole_tensors(tmp_path: Path, form: str, kept: str) -
         assert want.shape == tensor.shape
         for rows in (slice(None), slice(3, 7), slice(len(want) - 1, None)):
             assert np.array_equal(by_rows(name, rows), want[rows]), (name, rows)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_of_its_own_is_what_its_rows_mean(tmp_path: Path, tied: bool) -> None:
+    """In 8 bits beside an embedding in 16, of one tensor or of two: whole and by rows; and the
+    logits of a text follow the head, those of the embedding's tensor being others.
+    """
+    c = config("qwen3", num_hidden_layers=1, tie_word_embeddings=tied)
+    means = save_gptq(tmp_path, c, random_tensors(c, 3), group=32, symmetric=True)
+    model, head = parse_config(c), parse_format("int8")
+    work = Workload(1, 8, parse_format("w4a16"), 32, head=head)
+    layout, files = cuda_layout(model, work), Checkpoint(tmp_path)
+    whole = stored(layout, files.tensor, files.grouped)
+    by_rows = stored(layout, files.tensor, files.grouped, files.rows)
+    q, scale = quantise(means[EMBED if tied else HEAD])
+    want = {HEAD: q * scale[:, None], EMBED: means[EMBED]}
+    for name, rows in want.items():
+        assert np.array_equal(whole(name), rows), name
+        assert np.array_equal(by_rows(name, slice(3, 7)), rows[3:7]), name
+    tokens = np.array([[1, 2, 3]])
+    got, other = (
+        Meaning(model, 1, 3, by_rows, head=h).forward(tokens) for h in (head, None)
+    )  # fmt: skip
+    assert np.array_equal(got, other) is not tied
 
 
 def test_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,9 @@ def test_real_shapes_are_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     "work",
     [Workload(1, 512, WeightFormat.W4A16), Workload(2, 512, WeightFormat.W4A16, 32, True),
-     Workload(8, 512, WeightFormat.INT8), Workload(2, 512, WeightFormat.FP32)],
-    ids=lambda w: f"{w.weights}, {w.group}, batch {w.batch}",
+     Workload(8, 512, WeightFormat.INT8), Workload(2, 512, WeightFormat.FP32),
+     Workload(1, 512, WeightFormat.W4A16, 64, True, WeightFormat.INT8)],
+    ids=lambda w: f"{w.said}, {w.group}, batch {w.batch}",
 )  # fmt: skip
 def test_other_weights_are_accepted(work: Workload) -> None:
     """Whole slabs, wider chunks in layers, a head of another format; no fault."""
@@ -70,6 +71,16 @@ def test_other_weights_are_accepted(work: Workload) -> None:
     assert tiling.chunk_cols % tiling.slab_cols == 0
     assert tiling.head_cols * tiling.head_bytes // tiling.head_slab <= tiling.chunk_bytes
     assert check_gpu(replace(schedule_of(Setting(step)), prompt=()), H200) == []
+
+
+def test_a_chunk_holds_a_slab_of_the_head() -> None:
+    """One in 8 bits takes two of 4-bit weights: smaller chunks are refused, not divided by zero."""
+    model = gpu_model("Qwen3-0.6B")
+    work = Workload(2, 512, WeightFormat.W4A16, head=WeightFormat.INT8)
+    tiling = replace(default_tiling(model, work, H200), chunk_cols=128)
+    why = refuse(model, work, tiling, H200)
+    assert why == "a chunk of 1152 bytes holds no columns of the head, of which 128 take 2048 bytes"
+    assert refuse(model, work, replace(tiling, chunk_cols=256), H200) is None
 
 
 def test_what_is_checked_on_a_device_fits_it() -> None:

@@ -169,13 +169,13 @@ def _synth_cuda(
 
 
 def _synth_cpu(
-    model: Path, device: str, batch: int, context: int | None, weights: str, cores: int | None,
-    profile: int, output: Path, json_file: Path | None,
+    model: Path, device: str, batch: int, context: int | None, weights: str, head: str | None,
+    cores: int | None, profile: int, output: Path, json_file: Path | None,
 ) -> None:  # fmt: skip
     with Display() as progress:
         made = synthesise(
-            model, device=device, batch=batch, context=context, weights=weights, cores=cores,
-            profile=profile, progress=progress,
+            model, device=device, batch=batch, context=context, weights=weights, head=head,
+            cores=cores, profile=profile, progress=progress,
         )  # fmt: skip
     write_plan(made.plan, output)
     rows = [
@@ -216,6 +216,10 @@ def synth(
             help="fp32, bf16, fp16, int8, w4a16, w4a16:64 (groups) [fp32; GPUs: bf16].",
         ),
     ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option("--head", help="With w4a16: 16 or int8 (a scale a row) for the head [16]."),
+    ] = None,
     cores: Annotated[
         int | None, typer.Option("--cores", help="Pinned threads, or SMs [all].")
     ] = None,
@@ -251,12 +255,12 @@ def synth(
     if explain_only:
         config = read_config(model)
         if machine.kind is MachineKind.CUDA:
-            work = workload_of(config, batch, context, weights or "bf16", model)
+            work = workload_of(config, batch, context, weights or "bf16", model, head)
             _explain_gpu(
                 config, work, machine, cores, ir_pass, checkpoint, resume, timeline, json_file
             )  # fmt: skip
             return
-        work = workload_of(config, batch, context, weights or "fp32", model)
+        work = workload_of(config, batch, context, weights or "fp32", model, head)
         found = explain(config, work, machine, cores)
         _explain(*found)
         _write_json(json_file, _explained_json(*found))
@@ -266,10 +270,12 @@ def synth(
     if not output.absolute().parent.is_dir():  # known before minutes of work
         raise UserError(f"no directory {output.absolute().parent} to write the plan in")
     if target_of(machine) is Target.CUDA:
-        work = workload_of(read_config(model), batch, context, weights or "bf16", model)
+        work = workload_of(read_config(model), batch, context, weights or "bf16", model, head)
         _synth_cuda(model, work, machine, cores, profile, checkpoint, resume, output, json_file)
         return
-    _synth_cpu(model, device, batch, context, weights or "fp32", cores, profile, output, json_file)
+    _synth_cpu(
+        model, device, batch, context, weights or "fp32", head, cores, profile, output, json_file
+    )  # fmt: skip
 
 
 def _prompt(plan: Plan, text: str | None, ids: str | None, folder: Path) -> list[int]:
@@ -436,7 +442,8 @@ def plan_show(
             "model digest": plan.model_digest,
             "weights": f"{plan.weights_path} ({len(plan.weights_digests)} files)",
             "workload": f"batch {w['batch']}, context {w['context']}, {w['weights']}"
-                        + (f" in groups of {w['group']}" if "group" in w else ""),
+                        + (f" in groups of {w['group']}" if "group" in w else "")
+                        + (f", head {w['head']}" if "head" in w else ""),
             **_decided(plan),
             "memory": f"weights {show_bytes(plan.layout.total_bytes)}, "
                       f"cache {show_bytes(plan.cache.nbytes)}, "

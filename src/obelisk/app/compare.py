@@ -27,7 +27,6 @@ from obelisk.tasks import (
     Tiling,
     Workload,
     operators,
-    parse_format,
 )
 
 Array = Any
@@ -51,10 +50,9 @@ class Difference:
 
 def schedule_of(plan: Plan) -> Schedule:
     """The schedule that a CPU plan was emitted from, placed anew."""
-    work = dict(plan.workload)
     shape = StepShape(
         ModelConfig.from_json(plan.model),
-        Workload(**{**work, "weights": parse_format(work["weights"])}),
+        Workload.from_json(plan.workload),
         Tiling(**plan.schedule["tiling"]),
         plan.layout.layer_matrices[0].lanes,
     )
@@ -89,7 +87,7 @@ def compare(
     session.start_recording()
     for t in range(steps):
         session.launch([[int(x)] for x in tokens[:, t]], [1] * plan.batch)
-    means = Meaning(shape.model, plan.batch, steps, source, shape.tiling)
+    means = Meaning(shape.model, plan.batch, steps, source, shape.tiling, shape.work.head)
     cached = dict(zip(_CACHED, session.cached(steps), strict=True))
     written = {
         (op.kind, op.layer): TABLE[op.kind].writes(shape, op.tasks[0]) for op in operators(shape)

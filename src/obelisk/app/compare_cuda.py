@@ -25,7 +25,7 @@ from obelisk.plan.layout import align
 from obelisk.runtime import CudaSession
 from obelisk.schedule.gpu import TILE_ROWS
 from obelisk.schedule.meaning import Meaning, RowSource
-from obelisk.tasks import ModelConfig, Operator, TaskKind
+from obelisk.tasks import ModelConfig, Operator, TaskKind, Workload
 
 Array = Any
 COMPILE_SECONDS = 300.0
@@ -159,7 +159,8 @@ def compare_cuda(
     model = recorded.model
     steps = min(steps, plan.context)
     tokens = np.random.default_rng(seed).integers(0, plan.vocab, (plan.batch, steps))
-    means = Meaning(model, plan.batch, steps, source)
+    head = Workload.from_json(plan.workload).head
+    means = Meaning(model, plan.batch, steps, source, head=head)
     session.reset()
     session.keep_logits = True
     seen = []

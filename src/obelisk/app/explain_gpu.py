@@ -150,8 +150,10 @@ def print_explained(e: Explained, console: Console) -> None:
     """What fits, what was pruned and which limit did it."""
     best, machine = e.choices[0], e.machine
     need, plan = best.fit, best.fit.shared
+    own = f" (head {e.work.head_form})" if e.work.own_head else ""
     console.print(
-        f"weights {show_bytes(need.weight_bytes)}, key-value cache {show_bytes(need.cache_bytes)}, "
+        f"weights {show_bytes(need.weight_bytes)}{own}, "
+        f"key-value cache {show_bytes(need.cache_bytes)}, "
         f"words between blocks {show_bytes(need.word_bytes)}; a step reads "
         f"{show_bytes(need.step_bytes)} at the full context",
         soft_wrap=True,

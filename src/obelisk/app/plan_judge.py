@@ -16,7 +16,7 @@ import numpy as np
 from obelisk.base.errors import InternalError
 from obelisk.runtime.session import Session
 from obelisk.schedule.meaning import Meaning, RowSource
-from obelisk.tasks import ModelConfig
+from obelisk.tasks import ModelConfig, Workload
 
 Array = Any
 POSITIONS = 20  # more than one tile of attention's 16
@@ -68,7 +68,8 @@ def judge_plan(session: Session, source: RowSource, tolerance: float, seed: int 
     count = min(POSITIONS, plan.context)
     steps = min(HEADS, count)
     tokens = np.random.default_rng(seed).integers(0, plan.vocab, (plan.batch, count))
-    meaning = Meaning(ModelConfig.from_json(plan.model), plan.batch, count, source)
+    head = Workload.from_json(plan.workload).head
+    meaning = Meaning(ModelConfig.from_json(plan.model), plan.batch, count, source, head=head)
     want = meaning.forward(tokens)
     session.reset()
     before, session.keep_logits = session.keep_logits, True

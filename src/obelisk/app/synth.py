@@ -33,6 +33,7 @@ from obelisk.tasks import (
     Workload,
     checkpoint_tensors,
     inverse_frequencies,
+    parse_head,
     parse_weights,
     read_config,
     weight_layout,
@@ -138,14 +139,16 @@ def synthesise(
     batch: int = 1,
     context: int | None = None,
     weights: str = "fp32",
+    head: str | None = None,
     cores: int | None = None,
     profile: int = 3,
     progress: Progress | None = None,
 ) -> Synthesis:
     """A plan for the model in `folder`.
 
-    `context` defaults to 2048 or the model's own limit; `profile` is how many schedules are built
-    and timed (1: the simulator decides alone). Raises `UserError` and `Infeasible` naming the limit
+    `context` defaults to 2048 or the model's own limit; `head` is int8 for a head of 8 bits beside
+    4-bit weights; `profile` is how many schedules are built and timed (1: the simulator decides
+    alone). Raises `UserError` and `Infeasible` naming the limit
     that is exceeded.
     """
     listener = progress or Silent()
@@ -155,7 +158,7 @@ def synthesise(
     model = read_config(folder)
     checkpoint = Checkpoint(folder)
     checkpoint.check([(t.name, t.shape) for t in checkpoint_tensors(model)], model.layers)
-    work = workload_of(model, batch, context, weights, folder)
+    work = workload_of(model, batch, context, weights, folder, head)
     length = work.context
     choices, account = search_schedules(
         model, work, machine, cores=cores, keep=max(1, profile), progress=listener
@@ -204,10 +207,12 @@ def explain(
 
 
 def workload_of(
-    model: ModelConfig, batch: int, context: int | None, weights: str, folder: str | Path = ""
-) -> Workload:
+    model: ModelConfig, batch: int, context: int | None, weights: str, folder: str | Path = "",
+    head: str | None = None,
+) -> Workload:  # fmt: skip
     """The workload that `synthesise` would take: 4-bit groups are those of the checkpoint in
-    `folder` where it has any. Raises `UserError` when it exceeds a limit.
+    `folder` where it has any; `head` is what `parse_head` takes. Raises `UserError` when it exceeds
+    a limit.
     """
     length = min(2048, model.max_positions) if context is None else context
     form, group = parse_weights(weights)
@@ -215,7 +220,7 @@ def workload_of(
     if found is not None and group not in (None, found.group):
         raise UserError(f"{folder} has groups of {found.group}, not of {group}: use w4a16")
     work = Workload(batch, length, form, found.group if found else group or 128,
-                    found is not None and not found.symmetric)  # fmt: skip
+                    found is not None and not found.symmetric, parse_head(head, form))  # fmt: skip
     work.check(model)
     return work
 

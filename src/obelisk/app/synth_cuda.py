@@ -342,5 +342,6 @@ def step_bytes(plan: Plan, position: int) -> int:
     and values.
     """
     m, layout = plan.model, plan.layout
-    weights = layout.total_bytes - (0 if m["tied"] else layout.matrices[0].nbytes)
+    apart = any(x.name == "head" for x in layout.matrices)
+    weights = layout.total_bytes - (layout.matrices[0].nbytes if apart else 0)
     return int(weights + 4 * plan.batch * m["layers"] * m["kv_heads"] * m["head_dim"] * position)

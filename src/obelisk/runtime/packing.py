@@ -28,6 +28,7 @@ Source = Callable[[str], Array]
 GroupSource = Callable[[str], Grouped | None]
 CACHE_LINE = 64
 FP16_LARGEST = 65504.0
+HEAD = "lm_head.weight"
 COPIES = 6
 ALL_ROWS = slice(None)
 PLAIN = {**TYPES, "fp32": "float32"}  # formats that a checkpoint may have, by numpy's names
@@ -344,32 +345,40 @@ def stored(
 
     `part` gives rows of a tensor as a checkpoint stores them (None: it cannot), which saves reading
     all of it for a few; of other tensors the latest two are kept. Several threads may read.
+    The embedding's tensor is what the embedding means by it; a head that is packed from it once
+    more, in another format, is called `HEAD`.
     """
     table = {
-        name: m
+        name: (name, m)
         for m in (*layout.matrices, *layout.layer_matrices)
         for b in m.blocks
         for name in b.tensors
+        if m.name != "head"
     }
+    for m in layout.matrices:
+        if m.name == "head":
+            table[HEAD] = (m.blocks[0].tensors[0], m)
     kept: dict[str, Array] = {}
     lock = Lock()
 
-    def whole(name: str, m: MatrixLayout | None) -> Array:
+    def whole(asked: str, name: str, m: MatrixLayout | None) -> Array:
         with lock:
-            if name not in kept:
+            if asked not in kept:
                 if len(kept) > 1:
                     kept.pop(next(iter(kept)))
                 if m is not None and m.format == "w4a16":
-                    kept[name] = regroup(name, source, grouped, m).dense()
+                    kept[asked] = regroup(name, source, grouped, m).dense()
                 else:
-                    kept[name] = _as_stored(name, source(name), m.format if m else "fp32")
-            return kept[name]
+                    kept[asked] = _as_stored(name, source(name), m.format if m else "fp32")
+            return kept[asked]
 
-    def read(name: str, rows: slice = ALL_ROWS, /) -> Array:
-        m = table.get(re.sub(r"\.layers\.\d+\.", ".layers.{layer}.", name))
+    def read(asked: str, rows: slice = ALL_ROWS, /) -> Array:
+        template = re.sub(r"\.layers\.\d+\.", ".layers.{layer}.", asked)
+        origin, m = table.get(template, (asked, None))
+        name = origin if asked == HEAD else asked
         found = None if m is not None and m.format == "w4a16" else part(name, rows)
         if found is None:
-            return whole(name, m)[rows]
+            return whole(asked, name, m)[rows]
         return _as_stored(name, found, m.format if m else "fp32")
 
     return read

@@ -14,7 +14,7 @@ import numpy as np
 from obelisk.ir import Graph, run
 from obelisk.schedule.types import PagePlan
 from obelisk.tasks import TABLE, Region, StepShape, Task, TaskKind, rope_table, task_reads
-from obelisk.tasks.weights import EMBED, FINAL_NORM, HEAD, LAYER
+from obelisk.tasks.weights import EMBED, FINAL_NORM, LAYER, head_tensor
 
 Array = Any
 _NORM_GAIN = {
@@ -143,7 +143,7 @@ class Executor:
                 self.view(writes[0], m.ffn)[:] = self._meaning(cut, n, inputs)[0]
             case k.HEAD:
                 hi = min(task.hi, m.vocab)
-                w = self._weight(EMBED if m.tied else HEAD, -1, task.lo, hi)
+                w = self._weight(head_tensor(m, s.work), -1, task.lo, hi)
                 out = self._meaning(task, n, [self.view(reads[0], m.hidden), w])
                 self.view(writes[0])[:] = 0.0
                 self.view(writes[0], m.vocab)[:] = out[0]

@@ -299,7 +299,7 @@ def weight_bits(t: GpuTiling) -> int:
 
 def slabs_of(work: Workload) -> tuple[int, int, int, int]:
     """A tiling's `slab_cols`, `slab_bytes`, `head_slab` and `head_bytes` for a workload."""
-    return *slab_of(work.weights, work.group, work.zeros), *slab_of(work.weights.outer)
+    return *slab_of(work.weights, work.group, work.zeros), *slab_of(work.head_form)
 
 
 def for_weights(t: GpuTiling, work: Workload) -> GpuTiling:
@@ -399,7 +399,7 @@ def products(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, Product]
     for name, (units, cols) in sizes.items():
         slab = t.head_slab if name == "head" else t.slab_cols
         price = SLAB_COST if slab == K_BLOCK else NARROW_COST
-        slabs = (t.head_cols if name == "head" else t.chunk_cols) // slab
+        slabs = max(1, (t.head_cols if name == "head" else t.chunk_cols) // slab)
         most = -(-units // t.blocks)
         best: tuple[float, Product] | None = None
         for cut in CUTS:
@@ -458,7 +458,7 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     parts = [t.padded(model.hidden), t.padded(model.q_width) // t.o_split,
              t.padded(model.ffn) // t.down_split]  # fmt: skip
     slab, size = input_slab(work, work.weights)
-    outer, head = input_slab(work, work.weights.outer)
+    outer, head = input_slab(work, work.head_form)
     rows = 0 if t.private else max(max(parts) // slab * size, parts[0] // outer * head)
     inputs = align(max(rows, attention_bytes(model, work, t.warps)), 128)
     found = products(model, work.batch, t).values()
@@ -503,7 +503,10 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
             f"{t.slab_cols}"
         )
     if t.head_cols < 1:
-        return f"a chunk of {t.chunk_bytes} bytes holds no columns of the head"
+        return (
+            f"a chunk of {t.chunk_bytes} bytes holds no columns of the head, of which "
+            f"{t.head_slab} take {t.head_bytes} bytes"
+        )
     for name, cols, split in (("o", model.q_width, t.o_split), ("down", model.ffn, t.down_split)):
         if split not in t.splits(cols):
             return (

@@ -100,9 +100,12 @@ def weight_bytes(model: ModelConfig, work: Workload) -> tuple[int, int]:
         + tiles(up_tiles(model), model.hidden)
         + tiles(tile_count(model.hidden), model.ffn)
     )  # fmt: skip
-    head = tile_count(model.vocab) * align(model.hidden, inner) // outer * slab
-    step = layer * model.layers + head
-    return step + (0 if model.tied else head), step
+    columns = tile_count(model.vocab) * align(model.hidden, inner)
+    step = layer * model.layers + columns // outer * slab
+    if model.tied and not work.own_head:
+        return step, step
+    cols, each = slab_of(work.weights.outer)  # of the embedding
+    return step + columns // cols * each, step
 
 
 def _limit(step: GpuStep, machine: Machine) -> str:

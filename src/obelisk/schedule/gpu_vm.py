@@ -19,7 +19,7 @@ from obelisk.base.errors import InternalError
 from obelisk.schedule.gpu_tasks import GpuKind, GpuTask
 from obelisk.schedule.gpu_types import Chunk, Compute, Copy, GpuItem, GpuSchedule, Join, Meet, Poll
 from obelisk.tasks.rope import inverse_frequencies
-from obelisk.tasks.weights import EMBED, FINAL_NORM, HEAD, LAYER
+from obelisk.tasks.weights import EMBED, FINAL_NORM, LAYER, head_tensor
 
 Array = Any
 Use = Callable[
@@ -181,7 +181,7 @@ class GpuMachine:
             case GpuKind.UP:
                 raw = self._pairs(layer, "weight")
             case GpuKind.HEAD:
-                raw = self._tensor(EMBED if m.tied else HEAD, 0)
+                raw = self._tensor(head_tensor(m, s.work), 0)
             case _:
                 raw = self._tensor(LAYER + _MATRIX[kind] + ".weight", layer)
         rows = s.units[kind] // s.splits(kind) * s.tiling.rows

@@ -20,7 +20,16 @@ from obelisk.ir import Graph
 from obelisk.schedule.execute import Executor
 from obelisk.schedule.pages import plan_pages
 from obelisk.schedule.types import Sync
-from obelisk.tasks import ModelConfig, Operator, StepShape, Task, TaskKind, Tiling, Workload
+from obelisk.tasks import (
+    ModelConfig,
+    Operator,
+    StepShape,
+    Task,
+    TaskKind,
+    Tiling,
+    WeightFormat,
+    Workload,
+)
 from obelisk.tasks import operators as operators_of
 from obelisk.tasks.weights import EMBED
 
@@ -49,12 +58,13 @@ class Meaning(Executor):
 
     def __init__(
         self, model: ModelConfig, batch: int, steps: int, weights: RowSource,
-        like: Tiling | None = None,
+        like: Tiling | None = None, head: WeightFormat | None = None,
     ) -> None:  # fmt: skip
         """`weights` gives the named rows of a tensor; it is called by several threads. With `like`
-        the operators are fused and split as a plan's are.
+        the operators are fused and split as a plan's are. `head` is the plan's `Workload.head`.
         """
-        work = Workload(batch * steps, steps)  # slots of the meaning, more than a plan may have
+        # slots of the meaning, more than a plan may have
+        work = Workload(batch * steps, steps, head=head)
         tiling = _tiling(model)
         if like is not None:
             tiling = replace(

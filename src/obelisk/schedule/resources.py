@@ -16,7 +16,7 @@ from obelisk.machine import Machine, MachineKind
 from obelisk.tasks.dag import layer_operators
 from obelisk.tasks.kinds import TABLE, TaskKind
 from obelisk.tasks.shape import StepShape
-from obelisk.tasks.weights import weight_layout
+from obelisk.tasks.weights import head_block, weight_layout
 
 KIB = 1024
 
@@ -51,7 +51,7 @@ def resources(s: StepShape, machine: Machine, memory: int | None = None) -> Reso
     sizes = [(TABLE[t.kind].footprint(s, t), t.kind) for t in tasks]
     largest, kind = max(sizes, key=lambda x: x[0])
     embed = next(x for x in layout.matrices if x.name == "embed")
-    unread = 0 if m.tied else embed.nbytes
+    unread = 0 if head_block(m, s.work) is None else embed.nbytes
     step = layout.total_bytes - unread + cache
     limit, refusal = "", None
     near = machine.cache(2) or machine.caches[-1]

@@ -56,8 +56,9 @@ def task_seconds(s: StepShape, task: Task, machine: Machine, position: int) -> f
                 share = 1.0 if task.kind is TaskKind.ATTEND else STREAM_SHARE[s.tiling.panel]
                 stream += m.amount / memory / share
                 if task.kind is not TaskKind.ATTEND:
-                    outer = task.kind in (TaskKind.EMBED, TaskKind.HEAD)
-                    size = s.work.outer_bytes if outer else s.work.weight_bytes
+                    size = {
+                        TaskKind.EMBED: s.work.outer_bytes, TaskKind.HEAD: s.work.head_bytes
+                    }.get(task.kind, s.work.weight_bytes)  # fmt: skip
                     vectors = m.amount / size / machine.lanes
                     each = VECTOR_CYCLES[int(size)] + CHUNK_CYCLES / s.tiling.panel
                     compute += vectors * each * (s.batch + 1) / 2 / machine.clock

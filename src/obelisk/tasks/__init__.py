@@ -17,6 +17,7 @@ from obelisk.tasks.workload import (
     WeightFormat,
     Workload,
     parse_format,
+    parse_head,
     parse_weights,
 )
 
@@ -24,6 +25,6 @@ __all__ = [
     "MAX_BATCH", "MAX_CONTEXT", "TABLE", "CheckpointTensor", "Family", "KindRow", "MicroOp",
     "ModelConfig", "Operator", "Region", "Rope", "RopeType", "StepShape", "Task", "TaskKind",
     "Tiling", "WeightFormat", "Workload", "checkpoint_tensors", "edges", "inverse_frequencies",
-    "operators", "parse_config", "parse_format", "parse_weights", "read_config", "rope_table",
-    "sequence", "task_reads", "value_width", "weight_layout",
+    "operators", "parse_config", "parse_format", "parse_head", "parse_weights", "read_config",
+    "rope_table", "sequence", "task_reads", "value_width", "weight_layout",
 ]  # fmt: skip

@@ -171,17 +171,14 @@ def _padded_end(s: StepShape, t: Task, rows: int, width: int) -> int:
     return width if t.hi >= rows else t.hi
 
 
-def _stream(s: StepShape, rows: int, cols: int, outer: bool = False) -> float:
-    return rows * cols * (s.work.outer_bytes if outer else s.work.weight_bytes)
-
-
 def _product(
-    s: StepShape, rows: int, cols: int, out: int, special: int = 0, outer: bool = False
+    s: StepShape, rows: int, cols: int, out: int, special: int = 0, each: float | None = None
 ) -> tuple[Micro, ...]:
-    b = s.batch
+    """`each`: bytes of a weight; of a layer's where nothing is said."""
+    b, size = s.batch, s.work.weight_bytes if each is None else each
     ops = [
         Micro(MicroOp.LOAD, 4.0 * b * cols),
-        Micro(MicroOp.STREAM, _stream(s, rows, cols, outer)),
+        Micro(MicroOp.STREAM, rows * cols * size),
         Micro(MicroOp.MULTIPLY, 2.0 * b * rows * cols, (0, 1)),
         Micro(MicroOp.REDUCE, float(b * rows * s.lanes), (2,)),
     ]
@@ -280,7 +277,7 @@ TABLE: Mapping[TaskKind, KindRow] = MappingProxyType({
         reads=lambda s, t: (_whole(s, "token"),),
         writes=lambda s, t: (_whole(s, "x"),),
         weights=("embed",),
-        micro=lambda s, t, n: _pointwise(_stream(s, s.batch, s.model.hidden, True), 0.0,
+        micro=lambda s, t, n: _pointwise(s.batch * s.model.hidden * s.work.outer_bytes, 0.0,
                                          4.0 * s.batch * s.model.hidden),
         footprint=_row_fit,
         meaning=lambda s, t, n: meanings.embed(s),
@@ -357,7 +354,8 @@ TABLE: Mapping[TaskKind, KindRow] = MappingProxyType({
         reads=lambda s, t: (_whole(s, _h(t)),),
         writes=_head_writes,
         weights=("head",),
-        micro=lambda s, t, n: _product(s, t.hi - t.lo, s.model.hidden, t.hi - t.lo, outer=True),
+        micro=lambda s, t, n: _product(s, t.hi - t.lo, s.model.hidden, t.hi - t.lo,
+                                       each=s.work.head_bytes),
         footprint=_fit(_qkv_cols),
         meaning=lambda s, t, n: meanings.head(s, t.lo, min(t.hi, s.model.vocab)),
     ),

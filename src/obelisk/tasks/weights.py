@@ -1,7 +1,8 @@
 """Which tensors a model's checkpoint must hold, and the layout that a plan packs them into.
 
 Takes a `StepShape`; gives `CheckpointTensor` rows (name and shape, by the naming of Hugging Face
-checkpoints) and a `WeightLayout`. Tied heads share the embedding's one copy.
+checkpoints) and a `WeightLayout`. Tied heads share the embedding's one copy, unless the workload
+gives the head a format of its own: then it is packed once more from the embedding's tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from obelisk.plan.layout import (
 )
 from obelisk.tasks.config import ModelConfig
 from obelisk.tasks.shape import StepShape
-from obelisk.tasks.workload import WeightFormat
+from obelisk.tasks.workload import WeightFormat, Workload
 
 EMBED, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYER = "model.layers.{layer}."
@@ -60,6 +61,20 @@ def checkpoint_tensors(model: ModelConfig) -> tuple[CheckpointTensor, ...]:
     return tuple(CheckpointTensor(n, s) for n, s in table)
 
 
+def head_tensor(model: ModelConfig, work: Workload) -> str:
+    """The tensor that a plan's head means: the embedding's where they are one matrix, else
+    `HEAD`, by which a source of stored weights also gives a tied head of a format of its own.
+    """
+    return EMBED if model.tied and not work.own_head else HEAD
+
+
+def head_block(model: ModelConfig, work: Workload) -> RowBlock | None:
+    """Where the rows of the head's matrix come from; None where it is the embedding's."""
+    if model.tied and not work.own_head:
+        return None
+    return RowBlock((EMBED if model.tied else HEAD,), 0, model.vocab)
+
+
 class _Part:
     """One part of the arena under construction: places tensors one after the other."""
 
@@ -74,10 +89,14 @@ class _Part:
         self.at = align(start + nbytes)
         return start
 
-    def matrix(self, name: str, cols: int, *blocks: RowBlock) -> None:
-        """Place a matrix: of the plan's weight format in a layer, of its outer one elsewhere."""
+    def matrix(
+        self, name: str, cols: int, *blocks: RowBlock, form: WeightFormat | None = None
+    ) -> None:
+        """Place a matrix: of the plan's weight format in a layer, of its outer one elsewhere, or of
+        `form`.
+        """
         s, work = self.shape, self.shape.work
-        form = work.weights.outer if self.outer else work.weights
+        form = form or (work.weights.outer if self.outer else work.weights)
         four = form is WeightFormat.W4A16
         panel, lanes = s.tiling.panel, s.lanes
         rows = align(sum(b.rows for b in blocks), panel)
@@ -125,8 +144,9 @@ def weight_layout(shape: StepShape) -> WeightLayout:
     a, m = LAYER + "self_attn.", LAYER + "mlp."
     whole = _Part(shape, True)
     whole.matrix("embed", h, RowBlock((EMBED,), 0, model.vocab))
-    if not model.tied:
-        whole.matrix("head", h, RowBlock((HEAD,), 0, model.vocab))
+    head = head_block(model, shape.work)
+    if head is not None:
+        whole.matrix("head", h, head, form=shape.work.head_form)
     whole.vector("norm_final", RowBlock((FINAL_NORM,), 0, h))
     layer = _Part(shape, False)
     layer.matrix("qkv", h, *_qkv_blocks(shape, "weight"))

@@ -6,6 +6,7 @@ Takes numbers; gives a frozen `Workload`. Limits are checked here, once, and aga
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,25 @@ def parse_weights(name: str) -> tuple[WeightFormat, int | None]:
     return found, int(size)
 
 
+def parse_head(name: str | None, weights: WeightFormat) -> WeightFormat | None:
+    """The head's format by the name that `--head` takes: `int8` beside 4-bit weights; None where it
+    is the embedding's, as it is when nothing is said, with `16`, or with that format's own name.
+
+    Raises `UserError` for what a plan of these weights cannot have.
+    """
+    outer = weights.outer
+    if name is None or name.lower() == outer or (name == "16" and _BYTES[outer] == 2):
+        return None
+    if weights is not WeightFormat.W4A16:
+        raise UserError(
+            f"head {name} with {weights} weights: only w4a16 has a choice of the head's format; "
+            f"a plan of {weights} has it in {outer}"
+        )
+    if name.lower() != WeightFormat.INT8:
+        raise UserError(f"head {name}: expected 16 (fp16, as the checkpoint has it) or int8")
+    return WeightFormat.INT8
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Slots decoded together, positions of a slot, and the weights' form.
@@ -73,6 +93,7 @@ class Workload:
         weights: the form of the layers' matrices (`weights.outer`: of embedding and head).
         group: w4a16 alone: columns of a row that share a scale.
         zeros: w4a16 alone: whether each group has a zero of its own (else it is 8, the middle).
+        head: w4a16 alone: int8, where the head is to be narrower than the embedding; None: as it.
     """
 
     batch: int = 1
@@ -80,6 +101,7 @@ class Workload:
     weights: WeightFormat = WeightFormat.FP32
     group: int = 128
     zeros: bool = False
+    head: WeightFormat | None = None
 
     @property
     def weight_bytes(self) -> float:
@@ -89,8 +111,28 @@ class Workload:
 
     @property
     def outer_bytes(self) -> float:
-        """Bytes of one weight of the embedding or the head."""
+        """Bytes of one weight of the embedding, and of the head unless it has its own format."""
         return _BYTES[self.weights.outer]
+
+    @property
+    def own_head(self) -> bool:
+        """Whether the head is stored apart from the embedding, tied or not, in its own format."""
+        return self.head is not None and self.head is not self.weights.outer
+
+    @property
+    def head_form(self) -> WeightFormat:
+        """The format of the head."""
+        return self.head or self.weights.outer
+
+    @property
+    def said(self) -> str:
+        """The formats in words."""
+        return f"{self.weights}, head {self.head_form}" if self.own_head else self.weights.value
+
+    @property
+    def head_bytes(self) -> float:
+        """Bytes of one weight of the head, without its row's share of a scale."""
+        return _BYTES[self.head_form]
 
     def check(self, model: ModelConfig) -> None:
         """Raise `UserError`, naming the limit, when this cannot be served."""
@@ -103,12 +145,25 @@ class Workload:
         if self.weights is WeightFormat.W4A16 and self.group not in GROUPS:
             known = ", ".join(map(str, GROUPS))
             raise UserError(f"4-bit weights in groups of {self.group}: known sizes are {known}")
+        if self.own_head:
+            parse_head(self.head, self.weights)
 
     def to_json(self) -> dict[str, Any]:
-        """What a plan says of it; groups only where there are any."""
+        """What a plan says of it; groups, and a head of its own, only where there are any."""
         out: dict[str, Any] = {
             "batch": self.batch, "context": self.context, "weights": self.weights.value,
         }  # fmt: skip
         if self.weights is WeightFormat.W4A16:
             out |= {"group": self.group, "zeros": self.zeros}
+        if self.own_head:
+            out["head"] = self.head_form.value
         return out
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Workload:
+        """The inverse of `to_json`; a plan from before there was a choice says nothing of it."""
+        head = data.get("head")
+        return Workload(**{
+            **data, "weights": parse_format(data["weights"]),
+            "head": None if head is None else parse_format(head),
+        })  # fmt: skip

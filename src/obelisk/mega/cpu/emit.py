@@ -19,7 +19,7 @@ from obelisk.plan.layout import WORD, WeightLayout
 from obelisk.schedule.types import Await, Barrier, Item, Run, Schedule, Signal
 from obelisk.tasks.dag import task_reads
 from obelisk.tasks.kinds import TABLE, Region, Task, TaskKind, value_width
-from obelisk.tasks.workload import WeightFormat
+from obelisk.tasks.workload import WeightFormat, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,21 +391,22 @@ def _program(printer: _Printer, core: int, sampler: int) -> list[str]:
 END_OF_STEP = -4096
 
 
-def _formats(form: WeightFormat) -> list[str]:
+def _formats(work: Workload) -> list[str]:
     """The products in use: of the layers' format, and of the embedding's and the head's."""
-    out = []
+    form, out = work.weights, []
     if form in (WeightFormat.INT8, WeightFormat.W4A16):
         out.append("#if OM_VNNI\n" + _text("digits.h") + "#endif")
     if form is WeightFormat.W4A16:
         out.append(_text("words.h"))
-    plain = sorted({form, form.outer} - {WeightFormat.W4A16})
+    plain = sorted({form, form.outer, work.head_form} - {WeightFormat.W4A16})
     for f in plain:
         text = f"OM_PRODUCT({f.value}, {int(f is WeightFormat.INT8)})"
         if f is WeightFormat.INT8:
             text = f"#if !OM_VNNI\n{text}\n#endif"
         out.append(text)
-    for prefix, f in (("", form), ("outer_", form.outer)):
-        out += [f"#define om_{prefix}{n} om_{n}_{f.value}" for n in ("product", "enter", "row")]
+    for prefix, f, rows in (("", form, form), ("outer_", work.head_form, form.outer)):
+        names = (("product", f), ("enter", f), ("row", rows))  # a row is the embedding's
+        out += [f"#define om_{prefix}{n} om_{n}_{of.value}" for n, of in names]
         out.append(f"#define OM_{prefix.upper()}ROOM OM_ROOM_{f.value}")
     return out
 
@@ -427,13 +428,13 @@ def emit_cpu(schedule: Schedule, weights: WeightLayout) -> Emitted:
     s = schedule.shape
     title = (
         f"/* One decode step of {s.model.family} ({s.model.layers} layers, hidden "
-        f"{s.model.hidden}), batch {s.batch}, context {s.work.context}, {s.work.weights}; "
+        f"{s.model.hidden}), batch {s.batch}, context {s.work.context}, {s.work.said}; "
         f"{schedule.cores} threads, synchronised by {schedule.sync}s. */"
     )
     parts = [
         title, "#define _GNU_SOURCE 1", f"#define OB_LANES {s.lanes}",
         *_defines(schedule, weights, counters),
-        lower_runtime("vector.h"), _text("state.h"), _text("weights.h"), *_formats(s.work.weights),
+        lower_runtime("vector.h"), _text("state.h"), _text("weights.h"), *_formats(s.work),
         _text("tasks.h"), _text("sample.h"),
     ]  # fmt: skip
     for core in range(schedule.cores):

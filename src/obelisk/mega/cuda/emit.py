@@ -193,7 +193,7 @@ def _weights(layout: WeightLayout) -> dict[str, int]:
     scales = {m.name: m.scale_offset for m in (*layout.matrices, *layout.layer_matrices)
               if m.format == "int8"}  # fmt: skip
     if scales:
-        scales.setdefault("head", scales["embed"])
+        scales.setdefault("head", scales.get("embed", -1))
         out |= {f"AT_{n.upper()}_SCALES": at for n, at in scales.items()}
     first = min(scales.get("qkv", layout.layer_bytes), layout.layer_vectors[0].offset)
     return out | {
@@ -203,10 +203,14 @@ def _weights(layout: WeightLayout) -> dict[str, int]:
 
 
 def _formats(work: Workload) -> dict[str, int]:
-    """How the layers' matrices and the outer ones are read: see runtime/weights.cuh."""
+    """How the layers' matrices and the outer ones are read: see runtime/weights.cuh. Where the head
+    is of another format than the embedding, `OUTER_BITS` are the head's but in `om_embedding`.
+    """
+    own = {"OWN_HEAD": 1, "EMBED_BITS": BITS[work.weights.outer], "HEAD_BITS": BITS[work.head_form]}
     four, wide = work.weights is WeightFormat.W4A16, work.weights is WeightFormat.FP32
     return {
-        "BITS": BITS[work.weights], "OUTER_BITS": BITS[work.weights.outer],
+        "BITS": BITS[work.weights], "OUTER_BITS": BITS[work.head_form],
+        **(own if work.own_head else {}),
         "FP32": int(wide), "IN": input_bytes(work), "MARKS": 1 if wide else 7,
         "SCALED": work.group if four else 128, "ZEROS": int(four and work.zeros),
         "NARROW_INPUTS": narrow_inputs(work) if BITS[work.weights] < 16 else 0,
@@ -280,6 +284,15 @@ def _defines(
     return [f"#define OM_{name} {value}" for name, value in values.items()]
 
 
+def _only(text: str, work: Workload) -> str:
+    """A runtime text without what stands between `#if OM_OWN_HEAD` and `#endif`, where the head is
+    of the embedding's format: the kernels of such plans are the text that was measured.
+    """
+    if work.own_head:
+        return text
+    return re.sub(r"^#if OM_OWN_HEAD\b.*?^#endif\n", "", text, flags=re.M | re.S)
+
+
 def _table(table: Mapping[str, tuple[int, ...]]) -> list[str]:
     rows = ",\n".join("  {" + ", ".join(map(str, table[k])) + "}" for k in KINDS)
     return [
@@ -307,7 +320,7 @@ def emit_cuda(
     places, exchanged = _places(model, work, tiling)
     title = (
         f"/* Decode steps of {model.family} ({model.layers} layers, hidden {model.hidden}), batch "
-        f"{work.batch}, context {work.context}, {work.weights}; {tiling.blocks} blocks, "
+        f"{work.batch}, context {work.context}, {work.said}; {tiling.blocks} blocks, "
         f"{machine.arch}. */"
     )
     runtime = files("obelisk.mega.cuda").joinpath("runtime")
@@ -315,7 +328,7 @@ def emit_cuda(
     texts = [n for n in TEXTS if wide or not n.endswith("32.cuh")]
     parts = [
         title, *_defines(model, work, tiling, machine, layout, plan, places), *_table(table),
-        *(runtime.joinpath(n).read_text(encoding="utf-8") for n in texts),
+        *(_only(runtime.joinpath(n).read_text(encoding="utf-8"), work) for n in texts),
     ]  # fmt: skip
     source = "\n".join(parts) + "\n"
     return EmittedCuda(

@@ -16,7 +16,7 @@ from dataclasses import replace
 from obelisk.plan.layout import MatrixLayout, RowBlock, VectorLayout, WeightLayout, align
 from obelisk.schedule.gpu import K_BLOCK, NARROW_COLS, TILE_ROWS, slab_of
 from obelisk.tasks import ModelConfig, WeightFormat, Workload
-from obelisk.tasks.weights import EMBED, FINAL_NORM, HEAD, LAYER
+from obelisk.tasks.weights import EMBED, FINAL_NORM, LAYER, head_block
 
 HALF = TILE_ROWS // 2
 SCALE_BYTES = 2  # of a group
@@ -38,10 +38,14 @@ class _Part:
         self.at = align(start + nbytes)
         return start
 
-    def matrix(self, name: str, cols: int, *blocks: RowBlock) -> None:
+    def matrix(
+        self, name: str, cols: int, *blocks: RowBlock, form: WeightFormat | None = None
+    ) -> None:
+        """Place a matrix of the part's format, or of `form`."""
         rows, padded = align(sum(b.rows for b in blocks), TILE_ROWS), align(cols, self.cols)
-        four, work = self.form is WeightFormat.W4A16, self.work
-        slab, size = slab_of(self.form, work.group, work.zeros)
+        form, work = form or self.form, self.work
+        four = form is WeightFormat.W4A16
+        slab, size = slab_of(form, work.group, work.zeros)
         offset = self._take(rows // TILE_ROWS * (padded // slab) * size)
         scales = zeros = -1
         if four:
@@ -51,7 +55,7 @@ class _Part:
         self.matrices.append(
             MatrixLayout(
                 name, blocks, rows, cols, padded, TILE_ROWS, slab if four else K_BLOCK,
-                self.form.value, offset, scales, work.group if four else 0, zeros, fragments=True,
+                form.value, offset, scales, work.group if four else 0, zeros, fragments=True,
             )
         )  # fmt: skip
 
@@ -59,8 +63,10 @@ class _Part:
         """Place the scales of int8 rows, behind all matrices and beside the vectors, so that they
         are asked for together.
         """
-        if self.form is WeightFormat.INT8:
-            self.matrices = [replace(m, scale_offset=self._take(4 * m.rows)) for m in self.matrices]
+        self.matrices = [
+            replace(m, scale_offset=self._take(4 * m.rows)) if m.format == WeightFormat.INT8 else m
+            for m in self.matrices
+        ]
 
     def vector(self, name: str, *blocks: RowBlock) -> None:
         size = sum(b.rows for b in blocks)
@@ -81,15 +87,16 @@ def _qkv(model: ModelConfig, suffix: str) -> list[RowBlock]:
 
 
 def cuda_layout(model: ModelConfig, work: Workload) -> WeightLayout:
-    """The arena: embedding, head unless tied, last gain; then a part for each layer, its vectors
-    side by side at its end.
+    """The arena: embedding, head unless it is the embedding, last gain; then a part for each layer,
+    its vectors side by side at its end.
     """
     h, f = model.hidden, model.ffn
     a, m = LAYER + "self_attn.", LAYER + "mlp."
     whole, layer = _Part(work, True), _Part(work, False)
     whole.matrix("embed", h, RowBlock((EMBED,), 0, model.vocab))
-    if not model.tied:
-        whole.matrix("head", h, RowBlock((HEAD,), 0, model.vocab))
+    head = head_block(model, work)
+    if head is not None:
+        whole.matrix("head", h, head, form=work.head_form)
     whole.scales()
     tail = align(h, TILE_ROWS) - h
     whole.vector("norm_final", RowBlock((FINAL_NORM,), 0, h, 0, tail))

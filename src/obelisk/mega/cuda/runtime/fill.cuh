@@ -25,6 +25,10 @@ __device__ __forceinline__ void om_waiting(const om_state &s, int on) {
   if (OM_FLIGHT_WAITING < OM_FLIGHT && s.thread() == 0) *(volatile int *)&om.waiting = on;
 }
 
+#if OM_OWN_HEAD /* the embedding is of another format than the head */
+#undef OM_OUTER_BITS
+#define OM_OUTER_BITS OM_EMBED_BITS
+#endif
 /* A row of the embedding, four columns. */
 __device__ __forceinline__ float4 om_embedding(const om_launch *p, int token, int col) {
   const int in = col % 32, lane = token % 8 * 4 + in / 8, step = in / 4 % 2, half = token % 16 / 8;
@@ -43,6 +47,10 @@ __device__ __forceinline__ float4 om_embedding(const om_launch *p, int token, in
   return make_float4(a.x, a.y, b.x, b.y);
 #endif
 }
+#if OM_OWN_HEAD
+#undef OM_OUTER_BITS
+#define OM_OUTER_BITS OM_HEAD_BITS
+#endif
 
 __device__ __forceinline__ float om_root(int slot) {
   float sum = 0.0f;

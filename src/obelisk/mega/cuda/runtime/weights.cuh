@@ -161,6 +161,9 @@ struct om_narrow {
         sum[i] += v * (s[i / 2] * (i % 2 ? factor.y : factor.x));
       }
 #if OM_ZEROS
+#if OM_OWN_HEAD
+      if (BITS == 8) continue; /* a head's weights have no zeros */
+#endif
       const float2 input = *(const float2 *)(factors + (1 + g) * (4 * OM_FACTORS));
       const u32 bytes = *(const unsigned short *)(w + 1024 + 32 * GROUPS + (lane / 4 * GROUPS + g) * 2);
       const float z[2] = {8.0f - (float)(bytes & 255), 8.0f - (float)(bytes >> 8)};
