@@ -79,7 +79,8 @@ def test_a_chunk_holds_a_slab_of_the_head() -> None:
     work = Workload(2, 512, WeightFormat.W4A16, head=WeightFormat.INT8)
     tiling = replace(default_tiling(model, work, H200), chunk_cols=128)
     why = refuse(model, work, tiling, H200)
-    assert why == "a chunk of 1152 bytes holds no columns of the head, of which 128 take 2048 bytes"
+    assert why is not None
+    assert "1152 bytes holds no columns of the head, of which 128 take 2048 bytes: use wider" in why
     assert refuse(model, work, replace(tiling, chunk_cols=256), H200) is None
 
 

@@ -505,7 +505,7 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
     if t.head_cols < 1:
         return (
             f"a chunk of {t.chunk_bytes} bytes holds no columns of the head, of which "
-            f"{t.head_slab} take {t.head_bytes} bytes"
+            f"{t.head_slab} take {t.head_bytes} bytes: use wider chunks, or a head of 16 bits"
         )
     for name, cols, split in (("o", model.q_width, t.o_split), ("down", model.ffn, t.down_split)):
         if split not in t.splits(cols):
