@@ -54,6 +54,7 @@ SLOTS_WAITING = 4  # the same for 2 to ROUNDED slots (timed with 2 and 3; for 4 
 O_PARTS = 2  # of a direct output projection at least: a block joins the pieces of half the heads
 O_SHARES = 4  # the same where rows are rounded: whoever ends a row adds its parts, others read one
 STAGED = 4  # warps whose first positions are copied ahead where a model waits more than it streams:
+PIECES = 5  # of the context at least, where a model waits more than it streams
 FEW = 2  # rings of weights in a block's share of a layer, up to which it does
 ROUNDED = 4  # slots; with more, fp32 parts of the residual stream are too much to read
 STREAMED = 4  # rings of weights in a block's share of a layer: from here on no wait stops copies
@@ -175,9 +176,9 @@ def with_direct(
 ) -> GpuTiling | None:
     """A tiling with direct products: the two that may be split along K in parts that leave a warp
     no more of a unit than it can hold, up to `MOST_PARTS`. A model that streams more than it waits
-    has all chunks in flight while a block waits; of 4-bit weights one that does not has positions
-    copied ahead, too, where that goes. None where a product is too wide for that, or something else
-    stands against it.
+    has all chunks in flight while a block waits; one that does not has no more pieces of the
+    context than give every warp a tile, and of 4-bit weights positions copied ahead, too, where
+    that goes. None where a product is too wide for that, or something else stands against it.
     """
     if work.batch > 1 or work.weights not in DIRECT:
         return None
@@ -190,8 +191,9 @@ def with_direct(
     waits = t.staged > 0
     if weight_bits(t) < 8 and layer_bytes(model, work, t) <= FEW * t.stages * t.chunk_bytes:
         direct, waits = _staged(model, work, direct, machine), True
-    if waits:  # more than it streams
-        direct = replace(direct, look_first=False)
+    if waits:  # more than it streams: a piece is a tile of every warp, and there are few to join
+        pieces = max(PIECES, -(-work.context // (t.warps * TILE_ROWS)))
+        direct = replace(direct, look_first=False, kv_pieces=min(t.kv_pieces, pieces))
     else:
         direct = replace(direct, in_flight_waiting=t.in_flight)
     direct = _shrunk(model, work, direct, machine)
@@ -279,7 +281,7 @@ def _plain_default(
             t = replace(t, stages=t.stages - 1)
         if shared_plan(model, work, t).total <= machine.shared_bytes:
             break
-    flight = max(2, min(t.stages, IN_FLIGHT_BYTES // t.chunk_bytes))
+    flight = max(2, min(t.stages, round(IN_FLIGHT_BYTES / t.chunk_bytes)))
     layer = layer_bytes(model, work, t)
     streamed = layer > STREAMED * t.stages * t.chunk_bytes
     waiting = SLOTS_WAITING if 1 < work.batch <= ROUNDED else flight
