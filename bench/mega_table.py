@@ -5,9 +5,9 @@
 
 A row is a whole greedy decode step (head and argmax included), as in `bench/mega_cuda.py`, whose
 specs these are; the bf16 step of torch, compiled, in a CUDA graph, is replayed right behind ours
-for the rows of TORCH. Of several files `mega_bench*.json` a row is that of the newest run that has
-it; each run is named with its rows. A test checks that the README holds exactly what `write` makes
-of the results.
+for the rows of TORCH (not with --no-torch: then these are what others of the run compare with).
+Of several files `mega_bench*.json` a row is that of the newest run that has all of it; each run is
+named with its rows. A test checks that the README holds exactly what `write` makes of the results.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def bandwidth() -> float:
     return sorted(rates)[len(rates) // 2]
 
 
-def run(specs: list[str]) -> dict[str, Any]:
+def run(specs: list[str], beside: bool = True) -> dict[str, Any]:
     """Times of all specs, one after the other, those of torch behind ours."""
     import mega_cuda
     import torch
@@ -89,7 +89,7 @@ def run(specs: list[str]) -> dict[str, Any]:
         row = mega_cuda.time_one(spec, plan, arena, context)
         row["bytes"] = round(row.pop("TBs") * row["us"] * 1e6)
         row = {k: v for k, v in row.items() if k not in ("layer", "shared")}
-        if spec in TORCH:
+        if beside and spec in TORCH:
             row["torch"] = baseline(mega_cuda.SHAPES[name], name, batch, context)
             torch.cuda.empty_cache()
         rows.append(row)
@@ -97,7 +97,7 @@ def run(specs: list[str]) -> dict[str, Any]:
     return {
         "schema": 1,
         "date": time.strftime("%Y-%m-%d"),
-        "command": "python bench/mega_table.py run",
+        "command": f"python bench/mega_table.py run{'' if beside else ' --no-torch'}",
         "commit": None,
         "environment": {
             "device": torch.cuda.get_device_name(), "torch": torch.__version__,
@@ -138,6 +138,11 @@ def against(row: dict[str, Any], own: dict[str, Any], newest: dict[str, Any]) ->
     return ""
 
 
+def whole(row: dict[str, Any]) -> bool:
+    """Whether a row has all that is shown of it."""
+    return row["spec"] not in TORCH or "torch" in row
+
+
 def line(row: dict[str, Any], bandwidth: float, compared: str) -> str:
     """One row of the table."""
     name, batch, context, changes, form = [*row["spec"].split(":"), "", "", "", ""][:5]
@@ -166,7 +171,7 @@ def table(stored: list[dict[str, Any]]) -> str:
     ]
     shown: list[list[str]] = [[] for _ in stored]
     for spec in ROWS:
-        at = next((i for i, rows in enumerate(by_run) if spec in rows), None)
+        at = next((i for i, rows in enumerate(by_run) if spec in rows and whole(rows[spec])), None)
         if at is None:
             continue
         shown[at].append(spec)
@@ -210,11 +215,12 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "write"))
     parser.add_argument("specs", nargs="*")
     parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--no-torch", action="store_true")
     args = parser.parse_args()
     if args.what == "write":
         write()
         return
-    found = run(args.specs or [*ROWS])
+    found = run(args.specs or [*ROWS], not args.no_torch)
     args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -272,12 +272,48 @@ def test_what_stands_against_own_copies() -> None:
         ({"loader_warps": 1}, "no loading warp"), ({"kv_ring": True}, "copied ahead"),
         ({"direct": False}, "direct products"), ({"chunk_cols": 128}, "a chunk of 128 columns"),
         ({"stages": 3, "in_flight": 3, "in_flight_waiting": 3}, "3 stages: a warp reads 4"),
-        ({"private": False, "stages": 9, "in_flight": 9, "in_flight_waiting": 9},
+        ({"private": False, "ahead": 0, "stages": 9, "in_flight": 9, "in_flight_waiting": 9},
          "no copy engine, and no warp that copies"),
+        ({"drawn": 11}, "10 stages: a warp reads 11"),
+        ({"drawn": 0}, "reads 0 of its slabs"),
+        ({"ahead": -1}, "-1 units of gate and up"),
+        ({"ahead": 3}, "3 units of gate and up ahead: a warp holds 2"),
+        ({"ahead": 1, "hold": 4}, "units of the output projection of 4 slabs"),
+        ({"hold": 18}, "32 slabs of a unit, of which a warp holds 18: no multiple of 4"),
     ):  # fmt: skip
         why = refuse(model, work, replace(t, **change), machine)
         assert why is not None
         assert words in why
+    loads = default_tiling(model, replace(work, batch=2), machine)
+    for change, words in (
+        ({"ahead": 1}, "ahead where warps copy their own"),
+        ({"halved": True, "warps": 1}, "between two warps"),
+    ):
+        assert words in (
+            refuse(model, replace(work, batch=2), replace(loads, **change), machine) or ""
+        )
+
+
+def test_what_is_tried_where_warps_copy_their_own_weights() -> None:
+    """Gate and up read ahead as far as registers go, by default, and not; attention's sums halved
+    where that makes room for stages, by default where it makes two.
+    """
+    machine, work = find("rtx4090"), Workload(1, 640, WeightFormat.BF16)
+    found = {}
+    for name, model in (
+        ("llama-1b", real(16, 2048, 32, 8, 64, 8192)),
+        ("qwen2.5", real(28, 1536, 12, 2, 128, 8960)),
+        ("qwen3-8b", real(36, 4096, 32, 8, 128, 12288)),
+    ):
+        t = default_tiling(model, work, machine)
+        tried = [t, *other_default(model, work, t, machine)]
+        assert all(refuse(model, work, other, machine) is None for other in tried)
+        found[name] = [(o.ahead, o.halved, o.stages) for o in tried if o.private]
+    assert found == {
+        "llama-1b": [(1, False, 10), (0, False, 10)],
+        "qwen2.5": [(1, True, 9), (0, True, 9), (1, False, 7)],
+        "qwen3-8b": [(0, False, 8), (0, True, 9)],
+    }
 
 
 def test_products_are_direct_where_a_warp_holds_its_part_of_a_unit() -> None:

@@ -11,6 +11,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests import mega_cuda_twin as twin
 from tests.cuda_text import preprocessed
@@ -56,8 +57,10 @@ def _twin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
      ("sm_90a", ("llama, groups of 4", 1, "bf16", "direct=0+staged=4+kv_pieces=1")),
      ("sm_89",
       ("llama, groups of 4", 1, "bf16",
-       "private=0+loader_warps=1+stages=9+look_first=0+o_split=2+down_split=4+warps=4")),
+       "private=0+ahead=0+loader_warps=1+stages=9+look_first=0+o_split=2+down_split=4+warps=4")),
      ("sm_89", ("llama, groups of 4", 1, "bf16", "")),
+     ("sm_89", ("llama, groups of 4", 1, "bf16", "o_split=2+ahead=3+halved=1+drawn=2+kv_pieces=3")),
+     ("sm_89", ("llama, no groups, biases, odd sizes", 1, "bf16", "ahead=1")),
      ("sm_80", ("llama, no groups, biases, odd sizes", 1, "bf16",
                 "look_first=0+warps=4+chunk_cols=128+stages=6+in_flight=6+in_flight_waiting=6")),
      ("sm_120", ("qwen2, groups of 7, tied", 1, "bf16",
@@ -110,7 +113,7 @@ def test_small_models(
 @pytest.mark.parametrize(
     ("was", "made"),
     [('"n"(OM_STAGES - N)', '"n"(OM_STAGES - N + 1)'),
-     ("i < N && (ALL || i < count)", "i < N"),
+     ("i < count; i++) om_bring", "i <= count; i++) om_bring"),
      ("s.from += s.skip;", "s.from += OM_HIDDEN_K * 1024;")],
 )  # fmt: skip
 def test_copies_that_a_warp_does_not_count_right_are_seen(
@@ -130,6 +133,63 @@ def test_copies_that_a_warp_does_not_count_right_are_seen(
     monkeypatch.setattr(synth_cuda, "build", broken)
     with contextlib.suppress(CallError):  # a token beyond the vocabulary
         assert not check_plan(case, plan_of(case, machine), QUICK)["ok"]
+
+
+def logits_of(c: dict[str, object], changes: str, prompt: int, launches: tuple[int, ...]) -> bytes:
+    """All logits' bits after a prompt and so many greedy steps in each launch, without a copy
+    engine.
+    """
+    model, work = parse_config(c), Workload(1, 220, WeightFormat.BF16)
+    machine = replace(find("sm_89"), cores=3)
+    plan = planned(model, work, changes, machine)
+    session = CudaSession(plan, pack(plan.layout, random_tensors(c, 4).__getitem__))
+    session.keep_logits = True
+    session.launch([[i * 7 % 250 for i in range(prompt)]], [1])
+    out = []
+    for steps in launches:
+        session.launch([[9]], [steps])
+        out.append(session.logits()[0].astype(np.float32).tobytes())
+    session.close()
+    return b"".join(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "changes", "ahead"),
+    [("llama, groups of 4", {}, "o_split=2", (1, 11)),
+     ("llama, groups of 4", {},
+      "o_split=4+hold=22+drawn=3+stages=6+in_flight=6+in_flight_waiting=6", (7,)),
+     ("llama, groups of 4", {"num_hidden_layers": 1, "hidden_size": 32}, "o_split=1", (2,)),
+     ("llama, no groups, biases, odd sizes", {}, "o_split=3+warps=2+chunk_cols=64", (2,)),
+     ("qwen3, 24", {}, "barriers=qkv.attend.o.up.down.head+warps=4+chunk_cols=128", (1, 4))],
+)  # fmt: skip
+def test_weights_read_ahead_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], changes: str,
+    ahead: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Gate and up read before attention's pieces: an output projection in several parts, blocks
+    without units of it, odd sizes, several layers, every edge kept by a barrier too, whatever the
+    launches; how many slabs are read at a time does not matter either.
+    """
+    monkeypatch.setattr(twin.TwinDevice, "capability", (8, 9))
+    c = {**MODELS[name], **sizes}
+    want = logits_of(c, changes.replace("drawn=3", "drawn=4"), 4, (1, 3))
+    for units in ahead:
+        assert logits_of(c, f"{changes}+ahead={units}", 4, (1, 3)) == want
+
+
+@pytest.mark.parametrize("name", ["llama, groups of 4", "qwen2, groups of 7, tied"])
+def test_sums_of_attention_may_be_halved(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Pieces in which no, one and every warp of the upper half has a tile: the logits are those of
+    all warps' sums beside each other, but for the order of sums.
+    """
+    monkeypatch.setattr(twin.TwinDevice, "capability", (8, 9))
+    c = {**MODELS[name], "num_hidden_layers": 1}
+    for prompt in (3, 66, 190):
+        plain, halved = (
+            np.frombuffer(logits_of(c, f"kv_pieces=1+halved={h}", prompt, (1, 2)), np.float32)
+            for h in (0, 1)
+        )
+        assert np.abs(plain - halved).max() < 5e-3 * np.abs(plain).max()
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def describe_gpu(t: GpuTiling) -> str:
         f"{', rows rounded' if t.rounded else ''}"
         f"{f', chunks in up to {t.cuts}' if t.cuts > 1 else ''}{'' if t.fenced else ', no fence'}"
         f"{', rows kept' if t.kept else ''}"
+        f"{f', {t.ahead} units ahead' if t.ahead else ''}{', sums halved' if t.halved else ''}"
         f"{waits}"
     )
 

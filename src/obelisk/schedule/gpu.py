@@ -104,6 +104,13 @@ class GpuTiling:
         private: every warp copies its own slabs of all products, which are direct, the head's as
             well, into its own part of the ring: no warp loads, nothing waits at a barrier for
             weights. A chunk is a slab of each warp, and the whole ring is in flight.
+        ahead: units of gate and up whose weights a warp reads into registers, behind those of all
+            of the block's units of the output projection, before the block waits for attention's
+            pieces, so that its ring fills again meanwhile (`private`); 0: each product's weights
+            before its own inputs.
+        drawn: slabs that a warp reads from its part of the ring at a time (`private`).
+        halved: half of the warps add the other half's sums of attention to their own before these
+            meet in shared memory, which takes half as much of it (16-bit keys and values).
         slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
         head_slab, head_bytes: a slab of the head, which may be of another format.
         rows: rows of a tile; 16 (the tensor cores' m).
@@ -135,6 +142,9 @@ class GpuTiling:
     look_first: bool = True
     hold: int = 0
     private: bool = False
+    ahead: int = 0
+    drawn: int = DRAWN
+    halved: bool = False
     slab_cols: int = K_BLOCK
     slab_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
     head_slab: int = K_BLOCK
@@ -361,7 +371,7 @@ def head_chunk(model: ModelConfig, work: Workload) -> int:
 
 def attention_bytes(model: ModelConfig, work: Workload, warps: int) -> int:
     """Shared memory of one item of attention: queries (16 bits: in two parts), the new key and
-    value, and each warp's sums.
+    value, and the sums of so many warps.
     """
     size, heads = input_bytes(work), head_chunk(model, work)
     sums = 4 * warps * heads * (align(model.head_dim, K_BLOCK) + 4)
@@ -370,6 +380,11 @@ def attention_bytes(model: ModelConfig, work: Workload, warps: int) -> int:
         return (align(model.group, heads) + 2) * stride + sums
     blocks = -(-model.head_dim // K_BLOCK)
     return 2 * align(model.group, MAX_HEADS) * stride + 128 * blocks + sums
+
+
+def merging(t: GpuTiling) -> int:
+    """Warps whose sums of attention meet in shared memory."""
+    return t.warps // 2 if t.halved else t.warps
 
 
 def kv_tiles(model: ModelConfig, t: GpuTiling) -> int:
@@ -460,7 +475,7 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     slab, size = input_slab(work, work.weights)
     outer, head = input_slab(work, work.head_form)
     rows = 0 if t.private else max(max(parts) // slab * size, parts[0] // outer * head)
-    inputs = align(max(rows, attention_bytes(model, work, t.warps)), 128)
+    inputs = align(max(rows, attention_bytes(model, work, merging(t))), 128)
     found = products(model, work.batch, t).values()
     sums = 0 if t.private else align(max(p.sums(work.batch, t) for p in found), 128)
     tiles = -(-tile_count(model.hidden) * max(t.o_split, t.down_split) // t.blocks) + 1
@@ -476,7 +491,7 @@ def shared_plan(model: ModelConfig, work: Workload, t: GpuTiling) -> SharedPlan:
     return SharedPlan(inputs, sums, residual, ring, misc, staged, direct)
 
 
-def refuse_private(t: GpuTiling) -> str | None:
+def refuse_private(model: ModelConfig, t: GpuTiling) -> str | None:
     """Why warps cannot copy their own weights; None when they can."""
     if t.bulk or t.loader_warps or not t.direct or t.staged or t.kv_ring:
         return (
@@ -488,8 +503,27 @@ def refuse_private(t: GpuTiling) -> str | None:
             f"a chunk of {t.chunk_cols} columns: where {t.warps} warps copy their own weights it "
             f"is a slab of each, {t.warps * t.slab_cols}"
         )
-    if t.stages < DRAWN:
-        return f"{t.stages} stages: a warp reads {DRAWN} of its slabs at a time"
+    held, slabs = held_slabs(t), [-(-p.slabs // t.warps) for p in products(model, 1, t).values()]
+    if held % 4 and max(slabs) > held:  # a group of inputs is four slabs
+        return f"{max(slabs)} slabs of a unit, of which a warp holds {held}: no multiple of 4"
+    if t.drawn < 1:
+        return f"a warp reads {t.drawn} of its slabs at a time: expected one at least"
+    if t.stages < max(t.drawn, DRAWN):
+        return f"{t.stages} stages: a warp reads {max(t.drawn, DRAWN)} of its slabs at a time"
+    return None
+
+
+def refuse_ahead(model: ModelConfig, t: GpuTiling) -> str | None:
+    """Why gate and up cannot be read ahead of the output projection; None when they can."""
+    if not t.private:
+        return "weights of gate and up are read ahead where warps copy their own weights"
+    output = products(model, 1, t)["o"]
+    slabs, most = -(-output.slabs // t.warps), -(-output.units // t.blocks)
+    if slabs * most > held_slabs(t):
+        return f"{most} units of the output projection of {slabs} slabs a warp: more than it holds"
+    up = direct_units(model, 1, t)["up"]
+    if not 0 <= t.ahead <= up:
+        return f"{t.ahead} units of gate and up ahead: a warp holds {up}"
     return None
 
 
@@ -531,8 +565,12 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return "direct products are for batch 1 and bf16 or 4-bit weights"
     if t.direct and t.chunk_bytes * t.slab_cols != t.chunk_cols * t.slab_bytes:
         return f"direct products: a slot of {t.chunk_bytes} bytes has room behind its slabs"
-    if t.private and (why := refuse_private(t)):
+    if t.private and (why := refuse_private(model, t)):
         return why
+    if t.ahead and (why := refuse_ahead(model, t)):
+        return why
+    if t.halved and (t.warps < 2 or input_bytes(work) != WEIGHT_BYTES):
+        return "sums of attention are halved between two warps at least, of 16-bit keys and values"
     if not (t.bulk or t.private or t.loader_warps):
         return "no copy engine, and no warp that copies"
     if t.direct and t.rounded:

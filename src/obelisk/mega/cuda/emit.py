@@ -22,7 +22,6 @@ from obelisk.mega.cuda.flow import check_flow
 from obelisk.mega.cuda.layout import cuda_layout
 from obelisk.plan.layout import BITS, WeightLayout, align
 from obelisk.schedule.gpu import (
-    DRAWN,
     EDGES,
     TILE_ROWS,
     GpuTiling,
@@ -265,7 +264,7 @@ def _defines(
         "AT_SUMS": plan.inputs, "AT_RESIDUAL": plan.inputs + plan.sums,
         "AT_STAGED": plan.inputs + plan.sums + plan.residual, "STAGED": t.staged,
         "DIRECT": int(t.direct), "LOOK_FIRST": int(t.look_first), "HOLD": held_slabs(t),
-        "PRIVATE": int(t.private), "DRAW": DRAWN,
+        "PRIVATE": int(t.private), "DRAW": t.drawn, "AHEAD": t.ahead, "HALVED": int(t.halved),
         "AT_DIRECT": summed, "TOGETHER": max(side.values()),
         "AT_RESIDUAL_DOWN": ring - plan.residual,
         "AT_RUNS": ring - plan.residual - run_bytes(model, t),

@@ -11,6 +11,7 @@
  * Softmax is online and in base 2; a piece's result is rounded to 16 bits.
  */
 #define OM_ROWS_QKV (OM_GROUP + 2)
+#define OM_MERGING (OM_HALVED ? OM_WARPS / 2 : OM_WARPS) /* warps whose sums meet in shared memory */
 #if !OM_FP32
 #define OM_POSITIONS 16
 #define OM_DIM_BLOCKS ((OM_HEAD_DIM + 31) / 32)
@@ -130,6 +131,27 @@ __device__ __forceinline__ void om_fold(om_softmax &a, const om_tile &t, const c
 __device__ __forceinline__ void om_begin(om_softmax &a) {
   a = {};
   a.top[0] = a.top[1] = -OM_INFINITY;
+}
+
+/* What another warp left is added; both had a tile, so no largest score is infinite. */
+__device__ __forceinline__ void om_add(om_softmax &a, const float *other, int row, int quad) {
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const int h = 2 * quad + e;
+    if (h >= OM_HEADS_AT) continue;
+    const float *const from = other + h * OM_MERGED;
+    const float2 m = *(const float2 *)(from + OM_MASS_AT);
+    const float top = fmaxf(a.top[e], m.x), f = om_exp2(a.top[e] - top), g = om_exp2(m.x - top);
+    a.top[e] = top;
+    a.mass[e] = a.mass[e] * f + (row == 0 ? g * m.y : 0.0f); /* rows' masses are added up by om_leave */
+#pragma unroll
+    for (int j = 0; j < OM_DIM_BLOCKS; j++) {
+      const float4 x = *(const float4 *)(from + 32 * j + 4 * row);
+      a.sum[j][0][e] = a.sum[j][0][e] * f + g * x.x, a.sum[j][0][2 + e] = a.sum[j][0][2 + e] * f + g * x.y;
+      a.sum[j][1][e] = a.sum[j][1][e] * f + g * x.z, a.sum[j][1][2 + e] = a.sum[j][1][2 + e] * f + g * x.w;
+    }
+  }
+  __syncwarp(); /* they lie where this warp's will */
 }
 
 /* What a warp found, for the others: sums, largest score and mass of each head. */
@@ -359,29 +381,41 @@ __device__ __forceinline__ void om_attend_item(om_state &s, int item, const char
       om_give_tile(a, ring, (at - lo) / 16, old - lo, lane);
 #endif
     }
+#if OM_HALVED /* first what the upper half of the warps found, if anything, then all that the lower half has */
+#pragma unroll 1
+    for (int side = hi - lo > OM_MERGING * OM_POSITIONS; side >= 0; side--) {
+      float *const mine = merged + warp % OM_MERGING * (OM_HEADS_AT * OM_MERGED);
+      if (warp / OM_MERGING == side) {
+        if (side == 0 && start + OM_MERGING * OM_POSITIONS < hi) om_add(a, mine, row, quad);
+        om_leave(a, mine, start < hi, row, quad);
+      }
+      om_sync();
+    }
+#else
     om_leave(a, merged + warp * (OM_HEADS_AT * OM_MERGED), start < hi, row, quad);
     om_sync();
+#endif
     int again = item; /* where results go is worked out anew: kept, it would cost registers in the products */
     asm volatile("" : "+r"(again));
     char *const out = om_piece(pieces, again, OM_PIECES, OM_HEAD_DIM * OM_IN), *const mass_out =
                                                                                om_piece(masses, again, OM_PIECES4, 4);
     constexpr int EIGHTS = OM_HEAD_DIM / 8;
-    const int some = min(OM_WARPS, (hi - lo + OM_POSITIONS - 1) / OM_POSITIONS); /* warps with a tile */
+    const int some = min(OM_MERGING, (hi - lo + OM_POSITIONS - 1) / OM_POSITIONS); /* warps with a tile */
     for (int i = me; i < OM_HEADS_AT * EIGHTS; i += OM_THREADS) {
       const int h = i / EIGHTS, at = i % EIGHTS * 8;
       const float *const x = merged + h * OM_MERGED;
       if (chunk + h >= OM_GROUP) continue;
-      float2 m[OM_WARPS];
+      float2 m[OM_MERGING];
       float top = -OM_INFINITY, mass = 0.0f, sum[8] = {};
 #pragma unroll
-      for (int w = 0; w < OM_WARPS; w++) {
+      for (int w = 0; w < OM_MERGING; w++) {
         const float *const y = x + w * (OM_HEADS_AT * OM_MERGED) + OM_MASS_AT;
         m[w] = w < some ? *(const float2 *)y : make_float2(-OM_INFINITY, 0.0f);
       }
 #pragma unroll
-      for (int w = 0; w < OM_WARPS; w++) top = fmaxf(top, m[w].x);
+      for (int w = 0; w < OM_MERGING; w++) top = fmaxf(top, m[w].x);
 #pragma unroll
-      for (int w = 0; w < OM_WARPS; w++) {
+      for (int w = 0; w < OM_MERGING; w++) {
         if (w >= some) continue;
         const float f = om_exp2(m[w].x - top);
         const float4 *const y = (const float4 *)(x + w * (OM_HEADS_AT * OM_MERGED) + at), a = y[0], b = y[1];

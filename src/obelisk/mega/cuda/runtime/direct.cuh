@@ -32,26 +32,41 @@ struct om_in_norm {
   template <int SLABS>
   struct early_t {
     float4 gain[om_part<SLABS>::GROUPS];
-    const char *at[om_part<SLABS>::GROUPS * SPLIT];
     uint4 w[om_part<SLABS>::GROUPS * SPLIT];
   };
+  template <int SLABS> static __device__ __forceinline__ bool here(const om_state &s, int g) {
+    constexpr bool ALL = om_part<SLABS>::EVEN && om_part<SLABS>::COLS <= OM_HIDDEN_ROWS; /* but a warp's may end */
+    const int col = om_part<SLABS>::column(s, g);
+    return col >= 0 && (ALL || col < OM_HIDDEN_ROWS);
+  }
+  /* Part `i` % SPLIT of group `i` / SPLIT: one address for all, which two registers hold. */
+  template <int SLABS> __device__ __forceinline__ uint4 look(const om_state &s, int i) const {
+    const char *const first = stream + max(om_part<SLABS>::column(s, 0), 0) * 4;
+    return om_look(first + ((size_t)(i % SPLIT) * OM_HIDDEN_ROWS + i / SPLIT * 128) * 4);
+  }
   template <int SLABS> __device__ __forceinline__ void early(const om_state &s, early_t<SLABS> &e) const {
 #pragma unroll
     for (int g = 0; g < om_part<SLABS>::GROUPS; g++) {
-      const int col = om_part<SLABS>::column(s, g);
-      const bool here = col >= 0 && col < OM_HIDDEN_ROWS;
-      e.gain[g] = here ? *(const float4 *)(gain + col) : make_float4(0, 0, 0, 0);
-      if (!FIRST)
+      e.gain[g] = here<SLABS>(s, g) ? *(const float4 *)(gain + om_part<SLABS>::column(s, g)) : make_float4(0, 0, 0, 0);
 #pragma unroll
-        for (int k = 0; k < SPLIT; k++)
-          e.at[g * SPLIT + k] = here ? stream + ((size_t)k * OM_HIDDEN_ROWS + col) * 4 : nullptr;
+      for (int i = g * SPLIT; i < (FIRST ? 0 : (g + 1) * SPLIT); i++)
+        e.w[i] = here<SLABS>(s, g) ? look<SLABS>(s, i) : make_uint4(0, 0, 0, 0);
     }
-    if (!FIRST) om_look_all(e.at, e.w);
   }
   template <int SLABS>
   __device__ __forceinline__ float fill(const om_state &s, early_t<SLABS> &e, om_part<SLABS> &part) const {
     constexpr int G = om_part<SLABS>::GROUPS;
-    if (!FIRST) om_look_again<G * SPLIT, 0>(s, e.at, mark, 0, edge, e.w);
+    for (om_patience wait; !FIRST;) {
+      bool missing = false;
+      u32 seen = 0;
+#pragma unroll
+      for (int i = 0; i < G * SPLIT; i++)
+        if (here<SLABS>(s, i / SPLIT) && !om_singles(e.w[i], mark)) missing = true, seen = e.w[i].w & OM_MARKS;
+      if (!missing || wait.over(s, edge, mark, seen)) break;
+#pragma unroll
+      for (int i = 0; i < G * SPLIT; i++)
+        if (here<SLABS>(s, i / SPLIT) && !om_singles(e.w[i], mark)) e.w[i] = look<SLABS>(s, i);
+    }
     float squares = 0.0f;
 #pragma unroll
     for (int g = 0; g < G; g++) {
@@ -152,10 +167,18 @@ struct om_in_attention { /* part `part` of attention's pieces, joined; masses ar
 #pragma unroll
         for (int k = 0; k < M; k++) m[k] = om_look(mass_at + k * 16);
       }
-      const char *at[N];
+      /* one address for all: om_read's would take two registers each */
 #pragma unroll
-      for (int k = 0; k < N; k++) at[k] = here ? first + k * (OM_HEAD_DIM * 2) : nullptr;
-      om_read<N, N>(s, at, 0, use, OM_EDGE_ATTEND, w);
+      for (int k = 0; k < N; k++) w[k] = here ? om_look(first + k * (OM_HEAD_DIM * 2)) : make_uint4(0, 0, 0, 0);
+      for (om_patience late;;) {
+        bool missing = false;
+#pragma unroll
+        for (int k = 0; k < N; k++) missing |= here && !om_eights(w[k], use);
+        if (!missing || late.over(s, OM_EDGE_ATTEND, use, w[0].w >> 16 & 1)) break;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+          if (here && !om_eights(w[k], use)) w[k] = om_look(first + k * (OM_HEAD_DIM * 2));
+      }
       float top = -OM_INFINITY, total = 0.0f, sum[4] = {};
 #pragma unroll
       for (int k = 0; k < N; k++) {
@@ -321,16 +344,62 @@ __device__ __forceinline__ void om_unit_weights(const om_state &s, int unit, typ
 }
 
 #else
+/* A warp's slabs of a unit. */
+template <int SLABS>
+__device__ __forceinline__ int om_mine(const om_state &s) {
+  using Part = om_part<SLABS>;
+  return Part::EVEN ? Part::MINE : min(Part::MINE, SLABS - s.warp() * Part::MINE);
+}
+/* A lane's operands of N units, zeros until they are read: of units that there are not, and slabs that a warp has not. */
+template <int SLABS, int N>
+struct om_weights {
+  static constexpr int MINE = om_part<SLABS>::MINE, HOLD = MINE > OM_HOLD ? OM_HOLD : MINE; /* read before the inputs */
+  static_assert(HOLD == MINE || N == 1, "units that are not held as a whole");
+  uint4 a[N][2 * HOLD];
+
+  template <int FROM, int TO>
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int u = FROM; u < TO; u++)
+#pragma unroll
+      for (int j = 0; j < 2 * HOLD; j++) a[u][j] = make_uint4(0, 0, 0, 0);
+  }
+  template <int FROM, int TO>
+  __device__ __forceinline__ void draw(om_state &s, int some) {
+    om_draw_units<HOLD, FROM, TO, om_part<SLABS>::EVEN>(s, some, om_mine<SLABS>(s), a[0]);
+  }
+};
+/* Those of N units times the inputs, as a lane's sums of two rows, each in two chains. */
+template <int SLABS, int N>
+__device__ __forceinline__ void om_multiply(int lane, const om_part<SLABS> &part, const om_weights<SLABS, N> &w,
+                                            float (&c)[N][2][4]) {
+#pragma unroll
+  for (int j = 0; j < 2 * w.HOLD; j++) {
+    const bool here = lane / 4 == j % 8;
+    const u32 b0 = here ? part.b[j / 8][0] : 0, b1 = here ? part.b[j / 8][1] : 0;
+#pragma unroll
+    for (int u = 0; u < N; u++) om_mma(c[u][j % 2], w.a[u][j], b0, b1);
+  }
+}
+template <int N>
+__device__ __forceinline__ void om_add_chains(const float (&c)[N][2][4], float (&both)[N][2]) {
+#pragma unroll
+  for (int u = 0; u < N; u++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) both[u][i] = (c[u][0][2 * i] + c[u][0][2 * i + 1]) + (c[u][1][2 * i] + c[u][1][2 * i + 1]);
+}
 /* Slabs of a warp's part of a unit from FROM on, which no register held: four of them are the eight steps of a group of
  * inputs. One text for all groups. */
 template <int FROM, int SLABS>
-__device__ __forceinline__ void om_direct_rest(om_state &s, int mine, const om_part<SLABS> &part, float (&c)[2][4]) {
+__device__ __forceinline__ void om_direct_rest(om_state &s, const om_part<SLABS> &part, float (&c)[2][4]) {
   using Part = om_part<SLABS>;
   static_assert(FROM % 4 == 0 || FROM >= Part::MINE, "whole groups are held");
 #pragma unroll 1
   for (int g = FROM / 4; g < (FROM < Part::MINE ? Part::GROUPS : 0); g++) {
-    uint4 a[8];
-    om_draw<4, Part::EVEN && Part::MINE % 4 == 0>(s, mine - 4 * g, a);
+    constexpr bool ALL = Part::EVEN && Part::MINE % 4 == 0;
+    uint4 a[8] = {};
+    const int count = ALL ? 4 : min(4, om_mine<SLABS>(s) - 4 * g);
+    if (ALL || count > 0) om_refill(s, count, om_read_slabs<4, ALL>(s, count, a));
     u32 b0 = 0, b1 = 0;
 #pragma unroll
     for (int i = FROM / 4; i < Part::GROUPS; i++)
@@ -344,34 +413,93 @@ __device__ __forceinline__ void om_direct_rest(om_state &s, int mine, const om_p
 }
 #endif
 
-/* Up to TOGETHER units from `begin` on; the inputs are made before the first. */
-template <int SLABS, int CHUNK, int MOST, int TOGETHER, bool FIRST, class In, class Out>
+/* The first of `some` units that this warp ends: the first warps have more to do next; of the head's many, all in
+ * turn. */
+__device__ __forceinline__ int om_own_unit(const om_state &s, int begin) {
+  return (OM_WARPS - 1 - s.warp() + (OM_PRIVATE ? begin : 0)) % OM_WARPS;
+}
+
+/* The warps' sums of N units meet; units FROM to FROM + `some` of them are `some` from `begin` on, and end here.
+ * `squares`: the lane's, where `first` and a norm; `bias`: of unit `own`. */
+template <int N, bool NORM, class Out>
+__device__ __forceinline__ void om_direct_join(om_state &s, int from, int begin, int some, int kind, bool first,
+                                               float squares, const float (&both)[N][2], int own, float bias,
+                                               const Out &out) {
+  const int lane = s.lane(), warp = s.warp();
+  const u32 turn = s.joined++ & 1;
+  float *const sums = (float *)(om_memory + OM_AT_DIRECT) + turn * OM_DIRECT_SUMS;
+  float *const squared = (float *)(om_memory + OM_AT_DIRECT) + 2 * OM_DIRECT_SUMS + (kind == OM_SPAN_UP) * OM_WARPS;
+  if (NORM && first) { /* a place for each of a layer's norms */
+#pragma unroll
+    for (int d = 16; d; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
+    if (lane == 0) squared[warp] = squares;
+  }
+  const bool odd = lane % 2;
+#pragma unroll
+  for (int u = 0; u < N; u++) { /* of a quad, lane 0 comes to row `row`, lane 1 to row + 8 */
+    const float lo = both[u][0], hi = both[u][1];
+    float v = (odd ? hi : lo) + __shfl_xor_sync(~0u, odd ? lo : hi, 1);
+    v += __shfl_xor_sync(~0u, v, 2);
+    if (lane % 4 < 2) sums[(u * OM_WARPS + warp) * 16 + lane / 4 + 8 * (lane % 4)] = v;
+  }
+  om_sync();
+  for (int u = own; u < some; u += OM_WARPS) {
+    const int row = lane % 16;
+    float v = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < OM_WARPS / 2; i++) v += sums[((from + u) * OM_WARPS + 2 * i + lane / 16) * 16 + row];
+    v += __shfl_xor_sync(~0u, v, 16);
+    if (NORM) {
+#pragma unroll
+      for (int i = 0; i < OM_WARPS; i++) sum += squared[i];
+      v *= om_rsqrt(sum * (1.0f / OM_HIDDEN) + OM_EPS);
+    }
+    out.put(s, begin + u, row, v + (u == own ? bias : out.early(begin + u, row)));
+    if (N <= OM_WARPS) break; /* a warp ends one at most: 400 instructions less */
+  }
+}
+
+#if OM_PRIVATE
+template <int SLABS, int N>
+using om_registers = om_weights<SLABS, N>;
+#else
+template <int SLABS, int N>
+struct om_registers {
+  typename om_part<SLABS>::Weights a[N];
+};
+#endif
+
+#define OM_ALL_UNITS 64 /* AHEAD: nothing comes between weights and inputs */
+/* Up to TOGETHER units from `begin` on; the inputs are made before the first. Before these comes what is `between`,
+ * behind the first AHEAD units' weights, or before them in a block that is `late`. */
+template <int SLABS, int CHUNK, int MOST, int TOGETHER, int AHEAD, bool FIRST, class In, class Out, class Between>
 __device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units, int kind, const In &in, const Out &out,
+                                               const Between &between, bool late, om_registers<SLABS, TOGETHER> &w,
                                                om_part<SLABS> &part, u64 &t) {
   using Part = om_part<SLABS>;
-  constexpr int MINE = Part::MINE, HOLD = OM_PRIVATE && MINE > OM_HOLD ? OM_HOLD : MINE; /* read before the inputs */
-  static_assert(HOLD == MINE || TOGETHER == 1, "units that are not held as a whole");
-  const int lane = s.lane(), warp = s.warp(), some = min(TOGETHER, units - begin);
+  const int lane = s.lane(), some = min(TOGETHER, units - begin);
   typename In::template early_t<SLABS> early;
   if (FIRST && OM_LOOK_FIRST && !OM_PRIVATE) in.template early<SLABS>(s, early);
   const bool first = FIRST && (!OM_PRIVATE || MOST <= TOGETHER || begin == 0);
-  /* the first unit that this warp ends: the first warps have more to do next; of the head's many, all in turn */
-  const int own = (OM_WARPS - 1 - warp + (OM_PRIVATE ? begin : 0)) % OM_WARPS;
+  const int own = om_own_unit(s, begin);
   const float bias = own < some ? out.early(begin + own, lane % 16) : 0.0f;
 #if OM_PRIVATE
-  uint4 a[TOGETHER][2 * HOLD];
-  const int mine = Part::EVEN ? MINE : min(MINE, SLABS - warp * MINE);
-#pragma unroll
-  for (int u = 0; u < TOGETHER; u++)
-    if (u < some) {
-      om_draw_all<0, HOLD, Part::EVEN>(s, mine, a[u]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 2 * HOLD; j++) a[u][j] = make_uint4(0, 0, 0, 0);
+  if constexpr (AHEAD < OM_ALL_UNITS) {
+    between.begin(first);
+    late |= !first;
+#pragma unroll 1
+    for (int round = !first; round <= late; round++) { /* one text, whenever it is its turn */
+      if (round == late) w.template draw<0, AHEAD>(s, some);
+      if (round == 0) between.run(), t = om_stamp(s);
     }
+    w.template clear<AHEAD, TOGETHER>(); /* not before: what comes between needs registers */
+    w.template draw<AHEAD, TOGETHER>(s, some);
+  } else {
+    w.template draw<0, TOGETHER>(s, some);
+  }
 #else
-  typename Part::Weights a[TOGETHER];
-  constexpr int CHUNKS = (SLABS + CHUNK - 1) / CHUNK;
+  auto &a = w.a;
+  constexpr int MINE = Part::MINE, CHUNKS = (SLABS + CHUNK - 1) / CHUNK;
 #pragma unroll
   for (int u = 0; u < TOGETHER; u++) /* what a block has too few units for is not used */
     om_unit_weights<SLABS, CHUNK>(s, min(u, some - 1), a[u]);
@@ -397,52 +525,13 @@ __device__ __forceinline__ void om_direct_turn(om_state &s, int begin, int units
   float both[TOGETHER][2];
 #if OM_PRIVATE
   float c[TOGETHER][2][4] = {};
-#pragma unroll
-  for (int j = 0; j < 2 * HOLD; j++) {
-    const bool here = lane / 4 == j % 8;
-    const u32 b0 = here ? part.b[j / 8][0] : 0, b1 = here ? part.b[j / 8][1] : 0;
-#pragma unroll
-    for (int u = 0; u < TOGETHER; u++) om_mma(c[u][j % 2], a[u][j], b0, b1);
-  }
-  om_direct_rest<HOLD, SLABS>(s, mine, part, c[0]);
-#pragma unroll
-  for (int u = 0; u < TOGETHER; u++)
-#pragma unroll
-    for (int i = 0; i < 2; i++) both[u][i] = (c[u][0][2 * i] + c[u][0][2 * i + 1]) + (c[u][1][2 * i] + c[u][1][2 * i + 1]);
+  om_multiply(lane, part, w, c);
+  om_direct_rest<om_registers<SLABS, TOGETHER>::HOLD, SLABS>(s, part, c[0]);
+  om_add_chains(c, both);
 #else
   part.template multiply<TOGETHER>(lane, a, both);
 #endif
-  const u32 turn = s.joined++ & 1;
-  float *const sums = (float *)(om_memory + OM_AT_DIRECT) + turn * OM_DIRECT_SUMS;
-  float *const squared = (float *)(om_memory + OM_AT_DIRECT) + 2 * OM_DIRECT_SUMS + (kind == OM_SPAN_UP) * OM_WARPS;
-  if (In::NORM && first) { /* a place for each of a layer's norms */
-#pragma unroll
-    for (int d = 16; d; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
-    if (lane == 0) squared[warp] = squares;
-  }
-  const bool odd = lane % 2;
-#pragma unroll
-  for (int u = 0; u < TOGETHER; u++) { /* of a quad, lane 0 comes to row `row`, lane 1 to row + 8 */
-    const float lo = both[u][0], hi = both[u][1];
-    float v = (odd ? hi : lo) + __shfl_xor_sync(~0u, odd ? lo : hi, 1);
-    v += __shfl_xor_sync(~0u, v, 2);
-    if (lane % 4 < 2) sums[(u * OM_WARPS + warp) * 16 + lane / 4 + 8 * (lane % 4)] = v;
-  }
-  om_sync();
-  for (int u = own; u < some; u += OM_WARPS) {
-    const int row = lane % 16;
-    float v = 0.0f, sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < OM_WARPS / 2; i++) v += sums[(u * OM_WARPS + 2 * i + lane / 16) * 16 + row];
-    v += __shfl_xor_sync(~0u, v, 16);
-    if (In::NORM) {
-#pragma unroll
-      for (int i = 0; i < OM_WARPS; i++) sum += squared[i];
-      v *= om_rsqrt(sum * (1.0f / OM_HIDDEN) + OM_EPS);
-    }
-    out.put(s, begin + u, row, v + (u == own ? bias : out.early(begin + u, row)));
-    if (TOGETHER <= OM_WARPS) break; /* a warp ends one at most: 400 instructions less */
-  }
+  om_direct_join<TOGETHER, In::NORM>(s, 0, begin, some, kind, first, squares, both, own, bias, out);
 }
 
 /* A block without units keeps its rows all the same. */
@@ -454,41 +543,126 @@ __device__ __forceinline__ void om_direct_idle(om_state &s, const In &in) {
   in.template fill<SLABS>(s, early, part);
 }
 
-/* The products of this block's units [0, units), at least one and at most MOST, `TOGETHER` at a time. A slot goes back to the loader when
- * every warp has arrived, whatever it had of it, as soon as the weights are in registers: an arrival depends on them
- * (see om_product). `kind`: the span
- * of the product; the one before it ends when warp 0 has its inputs. */
-template <int SLABS, int CHUNK, int MOST, int TOGETHER, class In, class Out>
-__device__ __forceinline__ void om_direct(om_state &s, int units, int kind, const In &in, const Out &out) {
+/* The products of this block's units [0, units), at least one and at most MOST, `TOGETHER` at a time. A slot goes back
+ * to the loader when every warp has arrived, whatever it had of it, as soon as the weights are in registers: an arrival
+ * depends on them (see om_product). `kind`: the span of the product; the one before it ends when warp 0 has its
+ * inputs. */
+struct om_nothing {};
+template <int SLABS, int CHUNK, int MOST, int TOGETHER, int AHEAD = OM_ALL_UNITS, class In, class Out,
+          class Between = om_nothing>
+__device__ __forceinline__ void om_direct(om_state &s, int units, int kind, const In &in, const Out &out,
+                                          const Between &between = Between(), bool late = false) {
   u64 t = om_stamp(s);
   om_part<SLABS> part;
+  om_registers<SLABS, TOGETHER> w;
 #if OM_PRIVATE /* one text for all turns: a layer's should fit the cache of instructions */
+  w.template clear<0, TOGETHER>();
 #pragma unroll 1
   for (int begin = 0; begin < units; begin += TOGETHER)
-    om_direct_turn<SLABS, CHUNK, MOST, TOGETHER, true>(s, begin, units, kind, in, out, part, t);
+    om_direct_turn<SLABS, CHUNK, MOST, TOGETHER, AHEAD, true>(s, begin, units, kind, in, out, between, late, w, part, t);
 #else
-  om_direct_turn<SLABS, CHUNK, MOST, TOGETHER, true>(s, 0, units, kind, in, out, part, t);
+  om_direct_turn<SLABS, CHUNK, MOST, TOGETHER, AHEAD, true>(s, 0, units, kind, in, out, between, late, w, part, t);
   if (MOST > TOGETHER)
 #pragma unroll 1
     for (int begin = TOGETHER; begin < units; begin += TOGETHER)
-      om_direct_turn<SLABS, CHUNK, MOST, TOGETHER, false>(s, begin, units, kind, in, out, part, t);
+      om_direct_turn<SLABS, CHUNK, MOST, TOGETHER, AHEAD, false>(s, begin, units, kind, in, out, between, late, w, part, t);
 #endif
   om_span(s, kind, t);
 }
 
-/* Units of a product that ends in the residual stream, part by part. */
+/* Units of a product that ends in the residual stream, part by part: what this block has of the part from unit `u` on,
+ * and where it goes. */
+struct om_residual {
+  char *values;
+  const float *bias, *residual;
+  int kept;
+  u32 mark;
+  __device__ __forceinline__ om_put_residual out(int u) const {
+    const int part = u / OM_HIDDEN_TILES;
+    return {{values + (size_t)part * (OM_HIDDEN_ROWS * 4), part ? nullptr : bias, u - part * OM_HIDDEN_TILES, mark},
+            part ? nullptr : residual, kept};
+  }
+};
 template <int KIND, int SLABS, int CHUNK, int MOST, int TOGETHER, class Fill>
-__device__ __forceinline__ void om_direct_residual(om_state &s, char *values, const float *bias, const float *residual,
-                                                   int kept, u32 mark, int kind, const Fill &inputs) {
+__device__ __forceinline__ void om_direct_residual(om_state &s, const om_residual &to, int kind, const Fill &inputs) {
   const int begin = om_share(KIND, s.turn), end = om_share(KIND, s.turn + 1);
   for (int u = begin; u < end;) {
     const int part = u / OM_HIDDEN_TILES, stop = min(end, (part + 1) * OM_HIDDEN_TILES);
-    const om_put_residual out{{values + (size_t)part * (OM_HIDDEN_ROWS * 4), part ? nullptr : bias,
-                               u - part * OM_HIDDEN_TILES, mark}, part ? nullptr : residual, kept};
-    om_direct<SLABS, CHUNK, MOST, TOGETHER>(s, stop - u, kind, inputs(part), out);
+    om_direct<SLABS, CHUNK, MOST, TOGETHER>(s, stop - u, kind, inputs(part), to.out(u));
     u = stop;
   }
 }
+
+#if OM_AHEAD
+/* The same, the weights of all units in registers: every part's inputs are multiplied by all of them, of which its own
+ * count. `t`: when the wait for the first inputs began. */
+template <int KIND, int SLABS, int MOST, class Fill>
+__device__ __forceinline__ void om_held_residual(om_state &s, const om_weights<SLABS, MOST> &w, const om_residual &to, int kind, const Fill &inputs, u64 t) {
+  const int begin = om_share(KIND, s.turn), end = om_share(KIND, s.turn + 1), own = om_own_unit(s, 0);
+#pragma unroll 1
+  for (int u = begin; u < end;) {
+    const int part = u / OM_HIDDEN_TILES, stop = min(end, (part + 1) * OM_HIDDEN_TILES);
+    const auto in = inputs(part);
+    const om_put_residual out = to.out(u);
+    typename decltype(in)::template early_t<SLABS> early;
+    om_part<SLABS> x;
+    const float bias = own < stop - u ? out.early(own, s.lane() % 16) : 0.0f;
+    in.template early<SLABS>(s, early);
+    in.template fill<SLABS>(s, early, x);
+    t = om_span(s, kind - 1, t);
+    float c[MOST][2][4] = {}, both[MOST][2];
+    om_multiply(s.lane(), x, w, c);
+    om_add_chains(c, both);
+    om_direct_join<MOST, false>(s, u - begin, 0, stop - u, kind, true, 0.0f, both, own, bias, out);
+    t = om_span(s, kind, t);
+    u = stop;
+  }
+}
+#endif
+
+template <class Begin, class Run>
+struct om_between { /* at the beginning of every turn, and once */
+  const Begin &begin;
+  const Run &run;
+};
+/* Inputs and results of gate and up. Where they lie is worked out anew when it is used: kept from before the output
+ * projection, it would cost registers there. */
+__device__ __forceinline__ int om_anew(int x) {
+  if (OM_AHEAD) asm volatile("" : "+r"(x));
+  return x;
+}
+struct om_in_mid {
+  using In = om_in_norm<OM_O_SPLIT, false>;
+  static constexpr bool NORM = true;
+  const char *stream;
+  u32 mark;
+  template <int SLABS>
+  using early_t = typename In::template early_t<SLABS>;
+  __device__ __forceinline__ In in(const om_state &s) const {
+    int from, to;
+    om_own(OM_DOWN, om_anew(s.turn), from, to);
+    return {stream, mark, OM_EDGE_O, om_vector(s.p, om_anew(s.layer), OM_AT_NORM_MID), from, to, om_kept_rows(1)};
+  }
+  template <int SLABS> __device__ __forceinline__ void early(const om_state &s, early_t<SLABS> &e) const {
+    in(s).template early<SLABS>(s, e);
+  }
+  template <int SLABS>
+  __device__ __forceinline__ float fill(const om_state &s, early_t<SLABS> &e, om_part<SLABS> &part) const {
+    return in(s).template fill<SLABS>(s, e, part);
+  }
+};
+struct om_put_gated {
+  const om_state &s;
+  char *act;
+  u32 use;
+  __device__ __forceinline__ om_put_up out() const {
+    return {{act, om_vector(s.p, om_anew(s.layer), OM_AT_UP_BIAS), om_share(OM_UP, om_anew(s.turn)), use}};
+  }
+  __device__ __forceinline__ float early(int unit, int row) const {
+    return OM_AT_UP_BIAS < 0 ? 0.0f : out().early(unit, row);
+  }
+  __device__ __forceinline__ void put(const om_state &s, int unit, int row, float v) const { out().put(s, unit, row, v); }
+};
 
 __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
   const om_launch *p = s.p;
@@ -533,18 +707,35 @@ __device__ __forceinline__ void om_layer(om_state &s, char *between, u32 tag) {
                    om_vector(p, s.layer, OM_AT_K_GAIN));
   om_span(s, OM_SPAN_ATTEND, t);
   OM_EDGE_DONE(OM_BARRIER_ATTEND, OM_EDGE_ATTEND);
-  om_direct_residual<OM_O, OM_Q_K / EACH / OM_O_SPLIT, OM_O_CHUNK, OM_O_MOST, OM_O_TOGETHER>(
-      s, o, om_vector(p, s.layer, OM_AT_O_BIAS), om_kept_rows(0), from, mark, OM_SPAN_O,
-      [&](int part) { return om_in_pieces{{pieces, masses, mark, use, part}}; });
+  constexpr int OUTPUT = OM_Q_K / EACH / OM_O_SPLIT;
+  const om_residual output{o, om_vector(p, s.layer, OM_AT_O_BIAS), om_kept_rows(0), from, mark};
+  const auto joined = [&](int part) { return om_in_pieces{{pieces, masses, mark, use, part}}; };
+  const om_in_mid mid{o, mark};
+  const om_put_gated gated{s, act, use};
+#if OM_AHEAD /* the first weights of gate and up before the output projection, but where others wait for this block's
+              * piece, whose ring had little time to fill */
+  const u64 waits = om_stamp(s);
+  om_weights<OUTPUT, OM_O_MOST> held;
+  const auto begin = [&](bool first) { /* nothing is kept from turn to turn, for all that the compiler knows */
+    held.template clear<0, OM_O_MOST>();
+    if (first) held.template draw<0, OM_O_MOST>(s, om_units(OM_O, s.turn));
+  };
+  const auto run = [&] {
+    om_held_residual<OM_O, OUTPUT, OM_O_MOST>(s, held, output, OM_SPAN_O, joined, waits);
+    OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
+  };
+  om_direct<HIDDEN, OM_UP_CHUNK, OM_UP_MOST, OM_UP_TOGETHER, OM_AHEAD>(
+      s, om_units(OM_UP, s.turn), OM_SPAN_UP, mid, gated, om_between<decltype(begin), decltype(run)>{begin, run},
+      s.turn < OM_ITEMS);
+#else
+  om_direct_residual<OM_O, OUTPUT, OM_O_CHUNK, OM_O_MOST, OM_O_TOGETHER>(s, output, OM_SPAN_O, joined);
   OM_EDGE_DONE(OM_BARRIER_O, OM_EDGE_O);
-  om_own(OM_DOWN, s.turn, from, to);
-  om_direct<HIDDEN, OM_UP_CHUNK, OM_UP_MOST, OM_UP_TOGETHER>(
-      s, om_units(OM_UP, s.turn), OM_SPAN_UP,
-      om_in_norm<OM_O_SPLIT, false>{o, mark, OM_EDGE_O, om_vector(p, s.layer, OM_AT_NORM_MID), from, to, om_kept_rows(1)},
-      om_put_up{{act, om_vector(p, s.layer, OM_AT_UP_BIAS), om_share(OM_UP, s.turn), use}});
+  om_direct<HIDDEN, OM_UP_CHUNK, OM_UP_MOST, OM_UP_TOGETHER>(s, om_units(OM_UP, s.turn), OM_SPAN_UP, mid, gated);
+#endif
   OM_EDGE_DONE(OM_BARRIER_UP, OM_EDGE_UP);
+  om_own(OM_DOWN, s.turn, from, to);
   om_direct_residual<OM_DOWN, OM_FFN_K / EACH / OM_DOWN_SPLIT, OM_DOWN_CHUNK, OM_DOWN_MOST, OM_DOWN_TOGETHER>(
-      s, down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), om_kept_rows(1), from, mark, OM_SPAN_DOWN,
+      s, {down, om_vector(p, s.layer, OM_AT_DOWN_BIAS), om_kept_rows(1), from, mark}, OM_SPAN_DOWN,
       [&](int part) { return om_in_act{act, use, part}; });
   OM_EDGE_DONE(OM_BARRIER_DOWN, OM_EDGE_DOWN);
 }

@@ -97,38 +97,55 @@ __device__ __forceinline__ void om_begin(om_state &s) {
   for (int i = 0; i < OM_STAGES; i++) om_bring(s);
 }
 
-/* The oldest `count` of up to N slabs, zeros behind them; their slots are filled anew once they were read. ALL: N, as
- * the compiler knows. */
+/* The oldest `count` of up to N slabs, what is behind them as it was; ALL: N, as the compiler knows. What refilling
+ * their slots depends on is given back. */
 template <int N, bool ALL>
-__device__ __forceinline__ void om_draw(om_state &s, int count, uint4 *a) {
+__device__ __forceinline__ u32 om_read_slabs(const om_state &s, int count, uint4 *a) {
   static_assert(N <= OM_STAGES, "slabs that are read together");
-  if (!ALL && count <= 0) {
-#pragma unroll
-    for (int i = 0; i < 2 * N; i++) a[i] = make_uint4(0, 0, 0, 0);
-    return;
-  }
   asm volatile("cp.async.wait_group %0;" ::"n"(OM_STAGES - N) : "memory");
   u32 at = s.slot, mix = 0;
 #pragma unroll
   for (int i = 0; i < N; i++) {
     const char *const w = om_memory + (s.ring - om_address(om_memory)) + at;
-    const bool in = ALL || i < count;
-    a[2 * i] = in ? *(const uint4 *)w : make_uint4(0, 0, 0, 0);
-    a[2 * i + 1] = in ? *(const uint4 *)(w + 512) : make_uint4(0, 0, 0, 0);
-    mix ^= a[2 * i].x ^ a[2 * i + 1].x;
+    if (ALL || i < count) {
+      a[2 * i] = *(const uint4 *)w, a[2 * i + 1] = *(const uint4 *)(w + 512);
+      mix ^= a[2 * i].x ^ a[2 * i + 1].x;
+    }
     om_next_slot(at);
   }
+  return mix;
+}
+__device__ __forceinline__ void om_refill(om_state &s, int count, u32 mix) {
   if (om_is_read(mix))
 #pragma unroll 1
-    for (int i = 0; i < N && (ALL || i < count); i++) om_bring(s);
+    for (int i = 0; i < count; i++) om_bring(s);
 }
-/* Slabs FROM to TO of the warp's `mine` of a unit. */
-template <int FROM, int TO, bool ALL>
-__device__ __forceinline__ void om_draw_all(om_state &s, int mine, uint4 *a) {
-  if constexpr (FROM < TO) {
-    constexpr int N = TO - FROM < OM_DRAW ? TO - FROM : OM_DRAW;
-    om_draw<N, ALL>(s, mine - FROM, a);
-    om_draw_all<FROM + N, TO, ALL>(s, mine, a + 2 * N);
+
+/* Part K to END of what is read together, whichever is `k`; a unit of EACH slabs has PARTS. */
+template <int EACH, int K, int END, bool ALL>
+__device__ __forceinline__ void om_read_part(const om_state &s, int k, int mine, uint4 *a, int &count, u32 &mix) {
+  if constexpr (K < END) {
+    constexpr int PARTS = (EACH + OM_DRAW - 1) / OM_DRAW, SIZE = (EACH + PARTS - 1) / PARTS, FIRST = K % PARTS * SIZE;
+    constexpr int N = SIZE < EACH - FIRST ? SIZE : EACH - FIRST;
+    if (k == K) {
+      count = ALL ? N : min(N, mine - FIRST);
+      if (ALL || count > 0) mix = om_read_slabs<N, ALL>(s, count, a + 2 * (K / PARTS * EACH + FIRST));
+    } else {
+      om_read_part<EACH, K + 1, END, ALL>(s, k, mine, a, count, mix);
+    }
+  }
+}
+/* The first EACH of the warp's `mine` slabs of units FROM to TO, as far as there are `some`; where there are none, `a` is
+ * as it was. One text refills all slots, since it is longer than what reads a few. */
+template <int EACH, int FROM, int TO, bool ALL>
+__device__ __forceinline__ void om_draw_units(om_state &s, int some, int mine, uint4 *a) {
+  constexpr int PARTS = (EACH + OM_DRAW - 1) / OM_DRAW;
+#pragma unroll 1
+  for (int k = FROM * PARTS; k < min(some, TO) * PARTS; k++) {
+    int count = 0;
+    u32 mix = 0;
+    om_read_part<EACH, FROM * PARTS, TO * PARTS, ALL>(s, k, mine, a, count, mix);
+    om_refill(s, count, mix);
   }
 }
 
