@@ -68,7 +68,7 @@ def test_every_architecture_within_its_limits(work: Workload) -> None:
 
 
 def test_registers_hold_what_is_read_ahead() -> None:
-    """Qwen2.5-1.5B's shape without a copy engine, with gate and up read ahead (default) and without:
+    """Qwen2.5-1.5B's shape without a copy engine, with gate and up read ahead and without it:
     a few words spilled at most, and a text that is not much longer.
     """
     machine, sizes = find("rtx4090"), []
