@@ -131,9 +131,11 @@ class TwinDevice:
 
 
 class TwinKernel:
-    """The library behind the interface of `Kernel`."""
+    """The library behind the interface of `Kernel`. `rounds`: turns of each thread that a run may
+    take (0: any number); `late`: how often a copy's barrier is waited at before one in eight comes.
+    """
 
-    order = 0
+    order = rounds = late = 0
 
     def __init__(
         self, device: TwinDevice, binary: bytes, entry: str, blocks: int, threads: int, shared: int
@@ -144,7 +146,8 @@ class TwinKernel:
 
     def run(self, argument: ctypes.Structure) -> float:
         """Run all fibers."""
-        stuck = self.library.twin_run(ctypes.byref(argument), self.blocks, self.threads, self.order)
+        how = (self.blocks, self.threads, self.order, self.rounds, self.late)
+        stuck = self.library.twin_run(ctypes.byref(argument), *how)
         assert not stuck, "the threads of a kernel wait for each other"
         return 1e-3
 

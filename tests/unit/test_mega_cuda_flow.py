@@ -361,7 +361,7 @@ def test_what_the_ring_and_rounded_rows_cannot_do_is_named() -> None:
         (real(16, 2064, 32, 8, 64, 8192), {}, "a multiple of 64"),
     ):
         assert words in (
-            refuse(sizes, work, replace(t, stages=8, in_flight=4, **change), H200) or ""
+            refuse(sizes, work, replace(t, stages=12, in_flight=4, **change), H200) or ""
         )
     half = Workload(8, 640, WeightFormat.FP16)
     assert "could overflow" in (refuse(model, half, t, H200) or "")

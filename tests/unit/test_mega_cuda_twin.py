@@ -192,6 +192,35 @@ def test_sums_of_attention_may_be_halved(monkeypatch: pytest.MonkeyPatch, name: 
         assert np.abs(plain - halved).max() < 5e-3 * np.abs(plain).max()
 
 
+@pytest.mark.parametrize("flight", [5, 6])
+def test_a_later_copy_may_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flight: int
+) -> None:
+    """Eight warps, a ring of 13: with five copies on their way a warp that is eight chunks on never
+    finds a slot that still waits for the copy before. With six it does, multiplies what is not
+    there, and gives the slot back: so `most_in_flight` is five.
+    """
+    monkeypatch.setattr(twin.TwinKernel, "late", 600)
+    monkeypatch.setattr(twin.TwinKernel, "rounds", 80000)
+    case = ("llama, groups of 4", 1, "bf16",
+            "direct=0+staged=0+kv_ring=0+chunk_cols=32+stages=13+in_flight=5")  # fmt: skip
+
+    def made(emitted: EmittedCuda, machine: Machine) -> bytes:
+        was, now = "#define OM_FLIGHT 5\n", f"#define OM_FLIGHT {flight}\n"
+        assert emitted.source.count(was) == 1
+        return twin.build_twin(emitted.source.replace(was, now), tmp_path)
+
+    monkeypatch.setattr(synth_cuda, "build", made)
+    plan = plan_of(case, MACHINE)
+    assert plan.schedule["tiling"]["stages"] == 13
+    try:
+        right = check_plan(case, plan, QUICK)["ok"]
+    except AssertionError as error:
+        assert "wait for each other" in str(error)
+        right = False
+    assert right is (flight == 5)
+
+
 @pytest.mark.parametrize(
     ("group", "symmetric", "head", "tied"),
     [(128, True, None, False), (64, True, None, False), (32, False, None, False),

@@ -110,6 +110,7 @@ def test_each_limit_is_named() -> None:
         ("ring", "stages for 16 warps", step_of("Qwen3-0.6B", stages=8, warps=16), H200, Fusion()),
         ("in flight", "in flight, the ring has", step_of("Qwen3-0.6B", in_flight=60), H200,
          Fusion()),
+        ("in flight", "what has not come", step_of("Qwen3-0.6B", in_flight=14), H200, Fusion()),
         ("split", "cannot be split in 7", step_of("Qwen3-0.6B", down_split=7), H200, Fusion()),
         ("chunk", "a multiple of 32", step_of("Qwen3-0.6B", chunk_cols=40, stages=8), H200,
          Fusion()),

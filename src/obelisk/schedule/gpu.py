@@ -462,6 +462,15 @@ def direct_units(model: ModelConfig, batch: int, t: GpuTiling) -> dict[str, int]
     return out
 
 
+def most_in_flight(t: GpuTiling) -> int:
+    """Chunks that may be on their way at a time, at most. A warp tells a slot's copies apart by
+    parity alone, and goes on by up to `warps` chunks at a time. Since the copy engine may bring
+    later chunks before earlier ones, the slot that it comes to must not still be waiting for the
+    copy before: it would take that one for its own.
+    """
+    return t.stages - t.warps if t.bulk else t.stages
+
+
 def run_bytes(model: ModelConfig, t: GpuTiling) -> int:
     """Bytes of the table of a block's runs of units, where warps copy their own weights."""
     runs = model.layers * (2 + t.o_split + t.down_split) + 1
@@ -599,6 +608,11 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return f"a chunk of {t.chunk_bytes} bytes holds no {TILE_ROWS} positions of the cache"
     if t.bulk and not machine.has(Feature.BULK_COPY):
         return f"{machine.name} has no copy engine"
+    if t.in_flight > most_in_flight(t):
+        return (
+            f"{t.in_flight} chunks in flight in a ring of {t.stages}: {t.warps} warps could take "
+            f"what has not come for what has, with more than {most_in_flight(t)}"
+        )
     return None
 
 

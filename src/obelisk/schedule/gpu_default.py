@@ -31,6 +31,7 @@ from obelisk.schedule.gpu import (
     k_padded,
     kv_tiles,
     legal_splits,
+    most_in_flight,
     piece_width,
     products,
     refuse,
@@ -261,7 +262,7 @@ def _shrunk(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) 
     """A tiling with as many stages of its ring as fit."""
     while t.stages > t.warps and shared_plan(model, work, t).total > machine.shared_bytes:
         t = replace(t, stages=t.stages - 1)
-    flight = min(t.in_flight, t.stages)
+    flight = max(1, min(t.in_flight, most_in_flight(t)))
     return replace(t, in_flight=flight, in_flight_waiting=min(t.in_flight_waiting, flight))
 
 
@@ -345,7 +346,7 @@ def _plain_default(
             t = replace(t, stages=t.stages - 1)
         if shared_plan(model, work, t).total <= machine.shared_bytes:
             break
-    flight = max(2, min(t.stages, round(IN_FLIGHT_BYTES / t.chunk_bytes)))
+    flight = max(1, min(most_in_flight(t), round(IN_FLIGHT_BYTES / t.chunk_bytes)))
     layer = layer_bytes(model, work, t)
     streamed = layer > STREAMED * t.stages * t.chunk_bytes
     waiting = SLOTS_WAITING if 1 < work.batch <= ROUNDED else flight

@@ -19,6 +19,7 @@ from obelisk.schedule.gpu import (
     input_bytes,
     input_slab,
     k_padded,
+    most_in_flight,
     refuse,
     shared_plan,
     slab_of,
@@ -125,7 +126,9 @@ def _limit(step: GpuStep, machine: Machine) -> str:
         return "ring"
     if t.in_flight > t.stages:
         return "in flight"
-    return "copy engine" if t.bulk and not machine.has(Feature.BULK_COPY) else "chunk"
+    if t.bulk and not machine.has(Feature.BULK_COPY):
+        return "copy engine"
+    return "in flight" if t.in_flight > most_in_flight(t) else "chunk"
 
 
 def _own_limits(

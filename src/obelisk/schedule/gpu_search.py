@@ -34,6 +34,7 @@ from obelisk.schedule.gpu import (
     for_weights,
     imbalance,
     legal_splits,
+    most_in_flight,
     shared_plan,
     slabs_of,
     tile_count,
@@ -161,7 +162,7 @@ def _default(
 def space(
     model: ModelConfig, work: Workload, machine: Machine, blocks: int
 ) -> Iterator[tuple[GpuTiling, Fusion]]:
-    """Every cut that is looked at, in a fixed order. `in_flight` may equal `stages` (no throttle).
+    """Every cut that is looked at, in a fixed order. `in_flight` may be all that the ring allows.
 
     Cuts differ in fusion only in their default sizes: what a fusion costs hardly depends on them.
     """
@@ -186,8 +187,9 @@ def space(
         if (o, down) not in turns:
             turns[(o, down)] = best_turn(step)
         t = replace(_ring(step, machine), rotate=turns[(o, down)])
-        flights = {min(t.stages, max(2, kb * 1024 // t.chunk_bytes)) for kb in FLIGHTS}
-        for flight, kv, waits in product(sorted({*flights, t.stages}), pieces, BARRIERS):
+        most = max(1, most_in_flight(t))
+        flights = {min(most, max(2, kb * 1024 // t.chunk_bytes)) for kb in FLIGHTS}
+        for flight, kv, waits in product(sorted({*flights, most}), pieces, BARRIERS):
             full = replace(t, in_flight=flight, kv_pieces=kv, barriers=waits)
             yield replace(full, in_flight_waiting=default_waiting(full)), EMITTED
     yield from product(default, FUSIONS[1:])
@@ -465,7 +467,9 @@ def _places(t: GpuTiling) -> list[tuple[object, ...]]:
     """What a cut shares with those that differ from it in one field: for each field, the others.
     Bytes in flight count rather than chunks, stages and turns follow from the rest.
     """
-    flight = "all" if t.in_flight == t.stages else round(t.in_flight * t.chunk_bytes / 8192)
+    flight = (
+        "all" if t.in_flight == most_in_flight(t) else round(t.in_flight * t.chunk_bytes / 8192)
+    )
     fields = (t.chunk_cols, t.warps, t.o_split, t.down_split, flight, t.kv_pieces, t.barriers)
     return [(i, *fields[:i], *fields[i + 1 :]) for i in range(len(fields))]
 
