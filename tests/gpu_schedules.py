@@ -66,10 +66,10 @@ def small_step(rng: random.Random) -> GpuStep:
     )  # fmt: skip
     blocks = rng.choice((2, 3, 4))
     warps = rng.choice((1, 2))
-    stages = rng.choice((2, 3, 5))
+    stages = max(rng.choice((2, 3, 5)), warps + 1)
     tiling = GpuTiling(
-        blocks=blocks, chunk_cols=32, stages=max(stages, warps), warps=warps,
-        in_flight=rng.randint(1, stages - 1), o_split=1, down_split=rng.choice((1, 2)),
+        blocks=blocks, chunk_cols=32, stages=stages, warps=warps,
+        in_flight=rng.randint(1, stages - warps), o_split=1, down_split=rng.choice((1, 2)),
         kv_pieces=rng.choice((1, 2)), rotate=rng.choice((0, 1)),
         barriers=tuple(e for e in ("qkv", "o", "down") if rng.random() < 0.3),
         kv_ring=rng.random() < 0.3,

@@ -266,6 +266,17 @@ def test_a_ring_of_any_depth_is_accepted_and_bounded() -> None:
         assert judge_ring(on, stages, flight, warps) == []
 
 
+def test_copies_in_any_order_bound_what_is_in_flight() -> None:
+    """A warp that goes on by eight chunks in a ring of 13 finds a slot that still waits for the copy
+    before, with six in flight, where copies may come in another order; with five never.
+    """
+    for stages, flight, warps, safe in ((13, 5, 8, True), (13, 6, 8, False), (24, 6, 8, True)):
+        ring = make_ring(((9, 8), (2, 3)), stages, flight, warps)
+        assert judge_ring(ring, stages, flight, warps) == []
+        found = judge_ring(ring, stages, flight, warps, ordered=False)
+        assert [f.rule for f in found] == ([] if safe else ["flight"])
+
+
 def test_a_block_looks_for_a_mark_only_when_the_use_before_is_known() -> None:
     """Marks repeat: a block that never waited in layer 0 could take its words for those of layer
     1.

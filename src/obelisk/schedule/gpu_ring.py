@@ -7,7 +7,9 @@ Takes a `GpuSchedule`; gives `Fault`s. For every block:
    between the joins of the task before and of its own;
 3. a slot is written again only after it was released as often as it was filled before (rule of
    reuse), a warp waits for just the copy that it takes, and releases it;
-4. at no time are more copies under way than the tiling allows;
+4. at no time are more copies under way than the tiling allows, nor, where they may come in another
+   order than they were asked for, so many that a warp, which tells a slot's copies apart by parity,
+   finds a slot that still waits for the copy before its own;
 5. loader and warps together come to their ends (waits are monotone: one execution decides).
 
 Rule 3 decides safety: each copy has one take, which waits for that copy and releases its slot, so j
@@ -117,6 +119,33 @@ def _takes(ring: Ring, where: dict[Chunk, tuple[int, int]]) -> list[Fault]:
     return out
 
 
+def _mistaken(ring: Ring, stages: int) -> list[Fault]:
+    """Rule 4 for copies that come in any order: when a warp comes to copy k, the copy before it in
+    that slot, k - stages, has come. That is known of copies of earlier tasks, whose joins all warps
+    were at; of those that the loader saw before it asked for what the warp took last; and of what
+    the warp took itself.
+    """
+    copies = [c for c in ring.loader if isinstance(c, Copy)]
+    number = {c.chunk: k for k, c in enumerate(copies)}
+    first: dict[int, int] = {}
+    for k, c in enumerate(copies):
+        first.setdefault(c.chunk.task, k)
+    for warp, items in enumerate(ring.warps):
+        known, taken = 0, set[int]()
+        for item in items:
+            if not isinstance(item, Take):
+                continue
+            k = number[item.chunk]
+            known = max(known, first[item.chunk.task])
+            if k - stages >= known and k - stages not in taken:
+                what = f"copy {k - stages} of slot {item.slot} for copy {k}"
+                why = f"{known} copies have come for sure"
+                return [Fault("flight", f"warp {warp} may take {what}: {why}")]
+            known = max(known, copies[k].landed)
+            taken.add(k)
+    return []
+
+
 def _progress(ring: Ring, stages: int) -> list[Fault]:
     """Rule 5: run loader and warps until nothing moves; copies land at once."""
     copies = [c for c in ring.loader if isinstance(c, Copy)]
@@ -156,8 +185,10 @@ def _progress(ring: Ring, stages: int) -> list[Fault]:
     return [Fault("progress", f"warp {stuck} waits for ever at {ring.warps[stuck][at[stuck]]}")]
 
 
-def judge_ring(ring: Ring, stages: int, flight: int, warps: int) -> list[Fault]:
-    """All faults of one ring by itself."""
+def judge_ring(
+    ring: Ring, stages: int, flight: int, warps: int, ordered: bool = True
+) -> list[Fault]:
+    """All faults of one ring by itself; `ordered`: copies come as they were asked for."""
     if len(ring.warps) != warps:
         return [Fault("role", f"{len(ring.warps)} warps take chunks, the block has {warps}")]
     out, where = _copies(ring, stages, flight)
@@ -172,6 +203,8 @@ def judge_ring(ring: Ring, stages: int, flight: int, warps: int) -> list[Fault]:
                 out.append(Fault("completeness", f"{chunk} is {what} {seen[chunk]} times, not "
                                  f"{want[chunk]}"))  # fmt: skip
     out += _takes(ring, where)
+    if not (out or ordered):
+        out = _mistaken(ring, stages)
     return out[:_MOST] or _progress(ring, stages)
 
 
@@ -188,7 +221,7 @@ def ring_faults(schedule: GpuSchedule) -> list[Fault]:
                              "its items"))  # fmt: skip
             continue
         if id(ring) not in known:
-            known[id(ring)] = judge_ring(ring, t.stages, t.in_flight, t.warps)
+            known[id(ring)] = judge_ring(ring, t.stages, t.in_flight, t.warps, not t.bulk)
         out += [Fault(f.rule, f"block {block}: {f.text}") for f in known[id(ring)]]
         if len(out) >= _MOST:
             break

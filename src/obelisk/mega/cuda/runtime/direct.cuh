@@ -323,7 +323,8 @@ struct om_put_head { /* keeps the best of a row in registers; a warp's units com
 template <int SLABS, int CHUNK>
 __device__ __forceinline__ void om_unit_weights(const om_state &s, int unit, typename om_part<SLABS>::Weights &a) {
   using Part = om_part<SLABS>;
-  constexpr int BYTES = om_format<OM_BITS>::BYTES, CHUNKS = (SLABS + CHUNK - 1) / CHUNK, MINE = Part::MINE, LAST = OM_STAGES * CHUNK;
+  constexpr int BYTES = om_format<OM_BITS>::BYTES, CHUNKS = (SLABS + CHUNK - 1) / CHUNK, MINE = Part::MINE;
+  constexpr int LAST = OM_STAGES * CHUNK;
   constexpr bool ALONE = CHUNK % MINE == 0; /* they lie in one chunk */
   static_assert(CHUNK * BYTES == OM_CHUNK, "a chunk is a slot");
   const int lane = s.lane(), begin = s.warp() * MINE, end = Part::EVEN ? begin + MINE : min(begin + MINE, SLABS);
@@ -597,7 +598,8 @@ __device__ __forceinline__ void om_direct_residual(om_state &s, const om_residua
 /* The same, the weights of all units in registers: every part's inputs are multiplied by all of them, of which its own
  * count. `t`: when the wait for the first inputs began. */
 template <int KIND, int SLABS, int MOST, class Fill>
-__device__ __forceinline__ void om_held_residual(om_state &s, const om_weights<SLABS, MOST> &w, const om_residual &to, int kind, const Fill &inputs, u64 t) {
+__device__ __forceinline__ void om_held_residual(om_state &s, const om_weights<SLABS, MOST> &w, const om_residual &to,
+                                                 int kind, const Fill &inputs, u64 t) {
   const int begin = om_share(KIND, s.turn), end = om_share(KIND, s.turn + 1), own = om_own_unit(s, 0);
 #pragma unroll 1
   for (int u = begin; u < end;) {
