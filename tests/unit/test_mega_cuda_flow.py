@@ -284,6 +284,10 @@ def test_what_stands_against_own_copies() -> None:
         why = refuse(model, work, replace(t, **change), machine)
         assert why is not None
         assert words in why
+    four = default_tiling(model, replace(work, weights=WeightFormat.W4A16), machine)
+    own = replace(four, direct=True, private=True, loader_warps=0, staged=0)
+    found = refuse(model, replace(work, weights=WeightFormat.W4A16), own, machine)
+    assert found == "warps copy their own weights where these are bf16, not w4a16"
     loads = default_tiling(model, replace(work, batch=2), machine)
     for change, words in (
         ({"ahead": 1}, "ahead where warps copy their own"),

@@ -267,8 +267,8 @@ def test_a_ring_of_any_depth_is_accepted_and_bounded() -> None:
 
 
 def test_copies_in_any_order_bound_what_is_in_flight() -> None:
-    """A warp that goes on by eight chunks in a ring of 13 finds a slot that still waits for the copy
-    before, with six in flight, where copies may come in another order; with five never.
+    """A warp that goes on by eight chunks in a ring of 13 finds a slot whose last copy but one has
+    not come, with six in flight, where copies may come in another order; with five never.
     """
     for stages, flight, warps, safe in ((13, 5, 8, True), (13, 6, 8, False), (24, 6, 8, True)):
         ring = make_ring(((9, 8), (2, 3)), stages, flight, warps)

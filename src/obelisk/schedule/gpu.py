@@ -574,6 +574,8 @@ def refuse(model: ModelConfig, work: Workload, t: GpuTiling, machine: Machine) -
         return "direct products are for batch 1 and bf16 or 4-bit weights"
     if t.direct and t.chunk_bytes * t.slab_cols != t.chunk_cols * t.slab_bytes:
         return f"direct products: a slot of {t.chunk_bytes} bytes has room behind its slabs"
+    if t.private and work.weights is not WeightFormat.BF16:
+        return f"warps copy their own weights where these are bf16, not {work.weights}"
     if t.private and (why := refuse_private(model, t)):
         return why
     if t.ahead and (why := refuse_ahead(model, t)):
