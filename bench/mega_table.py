@@ -147,13 +147,14 @@ def line(row: dict[str, Any], bandwidth: float, compared: str) -> str:
     """One row of the table."""
     name, batch, context, changes, form = [*row["spec"].split(":"), "", "", "", ""][:5]
     title = f"{name}, {ADA}" if changes.startswith("ada") else name
+    weights = form.replace("+head8", ", head int8") or "bf16"
     floor = row["bytes"] / bandwidth * 1e6
     torch = row.get("torch")
     theirs, ratio = ("-", "-")
     if torch is not None:
         theirs, ratio = f"{torch['torch_us']:.0f}", f"{torch['torch_us'] / row['us']:.2f}"
     return (
-        f"| {title} | {batch or 1} | {context or 512} | {form or 'bf16'} | {row['us']:.1f} | "
+        f"| {title} | {batch or 1} | {context or 512} | {weights} | {row['us']:.1f} | "
         f"{row['least']:.1f} to {row['most']:.1f} | {floor / row['us']:.0%} | {theirs} | "
         f"{ratio} | {compared} |"
     )
