@@ -23,6 +23,7 @@ from obelisk.runtime.gptq import Gptq, Grouped, unpack
 from obelisk.runtime.packing import HEAD, GroupSource, dense_only, pack, stored
 from obelisk.schedule.gpu import (
     GpuTiling,
+    most_in_flight,
     shared_plan,
 )
 from obelisk.schedule.gpu_default import default_tiling
@@ -111,11 +112,13 @@ def changed(t: GpuTiling, text: str) -> GpuTiling:
 
 
 def fitted(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> GpuTiling:
-    """The default tiling with changes, its ring cut to what shared memory holds."""
+    """The default tiling with changes, its ring cut to what shared memory holds, and what is in
+    flight to what the ring allows.
+    """
     tiling = changed(default_tiling(model, work, machine), changes)
     while shared_plan(model, work, tiling).total > machine.shared_bytes:
         tiling = replace(tiling, stages=tiling.stages - 1)
-    return tiling
+    return replace(tiling, in_flight=max(1, min(tiling.in_flight, most_in_flight(tiling))))
 
 
 def planned(model: ModelConfig, work: Workload, changes: str, machine: Machine) -> Plan:

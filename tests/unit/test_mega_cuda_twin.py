@@ -361,7 +361,7 @@ def test_a_piece_may_be_longer_than_the_ring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "loads"), [("kv_ring=1+staged=0", 0), ("staged=2+stages=12", 2), ("staged=0", 2)]
+    ("changes", "loads"), [("kv_ring=1+staged=0", 0), ("staged=2+stages=14", 2), ("staged=0", 2)]
 )
 def test_a_tile_is_read_once(changes: str, loads: int) -> None:
     """From memory in two places, a warp's first tile and the next ones; where the cache goes
