@@ -93,7 +93,7 @@ CASES = [
     ("qwen2, groups of 7, tied", 1, "bf16",
      f"{OWN}+stages=7+in_flight=7+in_flight_waiting=7+o_split=4+ahead=1+halved=1+kv_pieces=3"),
     ("llama, groups of 4", 1, "bf16",
-     f"{OWN}+stages=9+in_flight=9+in_flight_waiting=9+o_split=4+ahead=1+drawn=3+kv_pieces=1"),
+     f"{OWN}+stages=9+in_flight=9+in_flight_waiting=9+o_split=4+ahead=1+kv_pieces=1"),
 ]  # fmt: skip
 WIDE = [c for c in CASES if c[2] == "fp32"]
 FOUR = [c for c in CASES if c[2].startswith("w4a16")]

@@ -274,8 +274,6 @@ def test_what_stands_against_own_copies() -> None:
         ({"stages": 3, "in_flight": 3, "in_flight_waiting": 3}, "3 stages: a warp reads 4"),
         ({"private": False, "ahead": 0, "stages": 9, "in_flight": 9, "in_flight_waiting": 9},
          "no copy engine, and no warp that copies"),
-        ({"drawn": 11}, "10 stages: a warp reads 11"),
-        ({"drawn": 0}, "reads 0 of its slabs"),
         ({"ahead": -1}, "-1 units of gate and up"),
         ({"ahead": 3}, "3 units of gate and up ahead: a warp holds 2"),
         ({"ahead": 1, "hold": 4}, "units of the output projection of 4 slabs"),

@@ -108,7 +108,6 @@ class GpuTiling:
             of the block's units of the output projection, before the block waits for attention's
             pieces, so that its ring fills again meanwhile (`private`); 0: each product's weights
             before its own inputs.
-        drawn: slabs that a warp reads from its part of the ring at a time (`private`).
         halved: half of the warps add the other half's sums of attention to their own before these
             meet in shared memory, which takes half as much of it (16-bit keys and values).
         slab_cols, slab_bytes: a slab of a layer's matrix (`slab_of` the workload's weights).
@@ -143,7 +142,6 @@ class GpuTiling:
     hold: int = 0
     private: bool = False
     ahead: int = 0
-    drawn: int = DRAWN
     halved: bool = False
     slab_cols: int = K_BLOCK
     slab_bytes: int = TILE_ROWS * K_BLOCK * WEIGHT_BYTES
@@ -515,10 +513,8 @@ def refuse_private(model: ModelConfig, t: GpuTiling) -> str | None:
     held, slabs = held_slabs(t), [-(-p.slabs // t.warps) for p in products(model, 1, t).values()]
     if held % 4 and max(slabs) > held:  # a group of inputs is four slabs
         return f"{max(slabs)} slabs of a unit, of which a warp holds {held}: no multiple of 4"
-    if t.drawn < 1:
-        return f"a warp reads {t.drawn} of its slabs at a time: expected one at least"
-    if t.stages < max(t.drawn, DRAWN):
-        return f"{t.stages} stages: a warp reads {max(t.drawn, DRAWN)} of its slabs at a time"
+    if t.stages < DRAWN:
+        return f"{t.stages} stages: a warp reads {DRAWN} of its slabs at a time"
     return None
 
 

@@ -22,6 +22,7 @@ from obelisk.mega.cuda.flow import check_flow
 from obelisk.mega.cuda.layout import cuda_layout
 from obelisk.plan.layout import BITS, WeightLayout, align
 from obelisk.schedule.gpu import (
+    DRAWN,
     EDGES,
     TILE_ROWS,
     GpuTiling,
@@ -264,7 +265,7 @@ def _defines(
         "AT_SUMS": plan.inputs, "AT_RESIDUAL": plan.inputs + plan.sums,
         "AT_STAGED": plan.inputs + plan.sums + plan.residual, "STAGED": t.staged,
         "DIRECT": int(t.direct), "LOOK_FIRST": int(t.look_first), "HOLD": held_slabs(t),
-        "PRIVATE": int(t.private), "DRAW": t.drawn, "AHEAD": t.ahead, "HALVED": int(t.halved),
+        "PRIVATE": int(t.private), "DRAW": DRAWN, "AHEAD": t.ahead, "HALVED": int(t.halved),
         "AT_DIRECT": summed, "TOGETHER": max(side.values()),
         "AT_RESIDUAL_DOWN": ring - plan.residual,
         "AT_RUNS": ring - plan.residual - run_bytes(model, t),

@@ -471,6 +471,7 @@ struct om_registers {
 #endif
 
 #define OM_ALL_UNITS 64 /* AHEAD: nothing comes between weights and inputs */
+struct om_nothing {};
 /* Up to TOGETHER units from `begin` on; the inputs are made before the first. Before these comes what is `between`,
  * behind the first AHEAD units' weights, or before them in a block that is `late`. */
 template <int SLABS, int CHUNK, int MOST, int TOGETHER, int AHEAD, bool FIRST, class In, class Out, class Between>
@@ -548,7 +549,6 @@ __device__ __forceinline__ void om_direct_idle(om_state &s, const In &in) {
  * to the loader when every warp has arrived, whatever it had of it, as soon as the weights are in registers: an arrival
  * depends on them (see om_product). `kind`: the span of the product; the one before it ends when warp 0 has its
  * inputs. */
-struct om_nothing {};
 template <int SLABS, int CHUNK, int MOST, int TOGETHER, int AHEAD = OM_ALL_UNITS, class In, class Out,
           class Between = om_nothing>
 __device__ __forceinline__ void om_direct(om_state &s, int units, int kind, const In &in, const Out &out,
